@@ -1,0 +1,192 @@
+"""The command line: `seppd serve`, `seppd config example`, `seppd config check`.
+
+Every error is one line on stderr that begins with `seppd:`, and exit status 1; nothing that can be
+expected to go wrong shows a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from common import __version__, logs
+from common.children import ChildTerms
+from common.config import Config, ConfigError, Loaded, example, load, parse_address
+from common.control import one_line
+from common.data_directory import DataDirectory, DataDirectoryError
+from common.listen_address import ListenAddress, ListenAddressError, hold
+from common.slots import SlotMapError
+from common.supervisor import StartError, Supervisor
+
+PROGRAM = "seppd"
+# With these first the arguments are not for `serve`, which may be left out.
+_NOT_FOR_SERVE = ("--help", "--version")
+# Wide enough that no value is broken when the table goes into a file or a pipe.
+_UNLIMITED_COLUMNS = 100_000
+
+app = typer.Typer(
+    name=PROGRAM, help="A durable job queue server.", add_completion=False, pretty_exceptions_enable=False
+)
+config_app = typer.Typer(help="Look at the configuration.")
+app.add_typer(config_app, name="config")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of `config check`."""
+
+    key: str
+    value: str
+    source: str
+
+
+def main(arguments: Sequence[str] | None = None, terms: ChildTerms | None = None) -> None:
+    """Run the program and exit. `terms` says which commands are the children; tests give others."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or (given[0].startswith("-") and given[0] not in _NOT_FOR_SERVE):
+        given.insert(0, "serve")
+    sys.exit(_run(given, terms or ChildTerms()))
+
+
+def _run(arguments: list[str], terms: ChildTerms) -> int:
+    try:
+        status = app(arguments, prog_name=PROGRAM, standalone_mode=False, obj=terms)
+    except typer.TyperException as error:  # an unknown command, a missing value
+        return _fail(f"{error.format_message()} (`{PROGRAM} --help` shows what there is)")
+    except (ConfigError, DataDirectoryError, ListenAddressError, SlotMapError, StartError) as error:
+        return _fail(str(error))
+    except typer.Abort:
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+def _fail(text: str) -> int:
+    print(f"{PROGRAM}: {one_line(text)}", file=sys.stderr)
+    return 1
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"{PROGRAM} {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """A durable job queue server. Without a command it serves."""
+
+
+@app.command()
+def serve(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="The configuration file; else SEPP_CONFIG or ./sepp.toml.")
+    ] = None,
+    listen_addr: Annotated[
+        str | None, typer.Option(help="server.listen_addr: host:port, port 0 for a free one.")
+    ] = None,
+    db_path: Annotated[str | None, typer.Option(help="server.db_path: the data directory.")] = None,
+    shards: Annotated[str | None, typer.Option(metavar="N", help="server.shards: number of shard processes.")] = None,
+    routers: Annotated[
+        str | None, typer.Option(metavar="N", help="server.routers: number of router processes.")
+    ] = None,
+) -> int:
+    """Serve until SIGTERM or Ctrl-C. Options win over the environment, and that over the file."""
+    options = {"LISTEN_ADDR": listen_addr, "DB_PATH": db_path, "SHARDS": shards, "ROUTERS": routers}
+    # An option is one more way to set the variable: so there is one way in which values are checked.
+    given = {f"SEPP_SERVER__{name}": value for name, value in options.items() if value is not None}
+    environ = {**os.environ, **given}
+    loaded = _load_with_options(config, environ, given)
+    logs.configure(loaded.config.logging.level, loaded.config.logging.format, "supervisor")
+    _log_warnings(loaded)
+    terms = context.obj
+    assert isinstance(terms, ChildTerms)
+    return _serve(loaded.config, config, environ, terms)
+
+
+def _load_with_options(path: Path | None, environ: Mapping[str, str], given: Mapping[str, str]) -> Loaded:
+    """The configuration; an error about an option names the option, not the variable that stands for it."""
+    try:
+        return load(path, environ)
+    except ConfigError as error:
+        text = str(error)
+        for variable in given:
+            option = "--" + variable.removeprefix("SEPP_SERVER__").lower().replace("_", "-")
+            text = text.replace(f"(set by {variable})", f"(set by {option})")
+        raise ConfigError(text) from error
+
+
+def _serve(config: Config, path: Path | None, environ: Mapping[str, str], terms: ChildTerms) -> int:
+    with DataDirectory.open(config.server.db_path, environ) as directory:
+        slot_map = directory.slot_map(config.server.shards)
+        with hold(ListenAddress(*parse_address(config.server.listen_addr))) as listen:
+            supervisor = Supervisor(config, lambda: load(path, environ), directory, slot_map, listen, terms)
+            return asyncio.run(supervisor.run())
+
+
+def _log_warnings(loaded: Loaded) -> None:
+    log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+    for warning in loaded.warnings:
+        log.warning("configuration", warning=warning)
+
+
+@config_app.command("example")
+def config_example() -> None:
+    """Print a configuration file with every key, its default and what it does."""
+    print(example(), end="")
+
+
+@config_app.command("check")
+def config_check(
+    path: Annotated[
+        Path | None, typer.Argument(help="The configuration file; else SEPP_CONFIG or ./sepp.toml.")
+    ] = None,
+) -> None:
+    """Check a configuration and print the values in effect and where each comes from."""
+    loaded = load(path, os.environ)
+    for warning in loaded.warnings:
+        print(f"{PROGRAM}: warning: {one_line(warning)}", file=sys.stderr)
+    table = Table("key", "value", "source", box=None, pad_edge=False)
+    table.columns[1].overflow = "fold"
+    for row in _rows(loaded):
+        table.add_row(row.key, row.value, row.source)
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = _UNLIMITED_COLUMNS
+    console.print(table)
+
+
+def _rows(loaded: Loaded) -> Iterator[_Row]:
+    dumped = loaded.config.model_dump(mode="json")
+    queues = dumped.pop("queues")
+    for section, values in dumped.items():
+        for name, value in values.items():
+            key = f"{section}.{name}"
+            yield _Row(key, _shown(key, value), loaded.sources.get(key, "default"))
+    for place, queue in enumerate(queues):
+        own = {name: value for name, value in queue.items() if value is not None}
+        yield _Row(f"queues[{place}]", json.dumps(own, ensure_ascii=False), loaded.sources.get("queues", "file"))
+
+
+def _shown(key: str, value: object) -> str:
+    """A value as it would be written; an API key itself belongs on no screen."""
+    if value is None:
+        return "(unset)"
+    if key == "auth.api_keys" and isinstance(value, list):
+        value = [{**one, "key": "(hidden)"} for one in value]
+    return json.dumps(value, ensure_ascii=False)

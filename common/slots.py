@@ -1,0 +1,107 @@
+"""Slots: how a queue finds its shard.
+
+A queue's slot is the low 12 bits of the CRC-32 of its UTF-8 name. The slot map says which shard
+owns each of the 4 096 slots; its epoch only grows. All data of a queue lives in its slot's shard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+SLOT_COUNT = 4096
+SLOT_MAP_FILE = "slots.json"
+# Version of everything below the data directory. Raise it when a stored layout changes.
+FORMAT_VERSION = 1
+
+
+class SlotMapError(Exception):
+    """The slot map file cannot be used; the message is one line and says what to do."""
+
+
+def slot_of(queue: str) -> int:
+    """The slot, 0 to 4 095, of a queue name."""
+    return crc32(queue.encode()) & 0xFFF
+
+
+@dataclass(frozen=True)
+class SlotMap:
+    """Which shard owns which slot. `owners[slot]` is a shard index; `epoch` grows with every change."""
+
+    epoch: int
+    shards: int
+    owners: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.owners) != SLOT_COUNT:
+            raise SlotMapError(f"a slot map has {SLOT_COUNT} owners, this one has {len(self.owners)}")
+        if self.epoch < 1 or self.shards < 1:
+            raise SlotMapError(f"epoch {self.epoch} and shards {self.shards} must be at least 1")
+        if not all(0 <= owner < self.shards for owner in self.owners):
+            raise SlotMapError(f"an owner is outside of the {self.shards} shards")
+
+    @classmethod
+    def even(cls, shards: int) -> SlotMap:
+        """The first map of a new directory: contiguous slots, as many for each shard as can be."""
+        owners = tuple(slot * shards // SLOT_COUNT for slot in range(SLOT_COUNT))
+        return cls(epoch=1, shards=shards, owners=owners)
+
+    def slots_of(self, shard: int) -> list[int]:
+        """The slots that a shard owns, in order."""
+        return [slot for slot, owner in enumerate(self.owners) if owner == shard]
+
+    def save(self, directory: Path) -> None:
+        """Replace the file atomically; when this returns the new map is on the disk."""
+        text = json.dumps(
+            {
+                "format": FORMAT_VERSION,
+                "epoch": self.epoch,
+                "shards": self.shards,
+                "owners": list(self.owners),
+            }
+        )
+        path = directory / SLOT_MAP_FILE
+        scratch = directory / (SLOT_MAP_FILE + ".new")
+        with scratch.open("w") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+        folder = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    @classmethod
+    def load(cls, directory: Path) -> SlotMap | None:
+        """The map of a data directory, None when it has none yet.
+
+        Raises SlotMapError for another format version and for a damaged file.
+        """
+        path = directory / SLOT_MAP_FILE
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
+            return None
+        try:
+            found = json.loads(text)
+            version = found["format"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise SlotMapError(
+                f"{path} is damaged ({error}); restore it from a backup of this data directory"
+            ) from error
+        if version != FORMAT_VERSION:
+            raise SlotMapError(
+                f"{directory} has format version {version!r}, this seppd reads version {FORMAT_VERSION}; "
+                "start the seppd that wrote it"
+            )
+        try:
+            return cls(found["epoch"], found["shards"], tuple(found["owners"]))
+        except (TypeError, KeyError, SlotMapError) as error:
+            raise SlotMapError(
+                f"{path} is damaged ({error}); restore it from a backup of this data directory"
+            ) from error

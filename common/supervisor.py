@@ -1,0 +1,410 @@
+"""The supervisor: the `seppd` process itself, which starts, watches, restarts and stops the others.
+
+It holds the data directory's lock and the port, and keeps one place for each router and shard.
+A keeper fills each place with one process after another; every process gets a generation that
+none had before, and with it a socket address of its own, so that nothing meant for a dead process
+can reach its successor. What the processes must know of each other goes over their control
+channels: routers hear of every shard that is ready or has ended, shards of every router that ended.
+
+The life of a server:
+
+    starting    all at once; the first child that fails ends everything with its one-line text
+    serving     every child was ready; one that ends is started again, with growing delays
+    draining    routers end, none is started again; shards still are, for running calls need them
+    stopping    shards end
+
+The supervisor does no work on jobs and decides nothing that a client waits for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from types import FrameType
+
+import structlog
+
+from common import __version__
+from common.children import Backoff, Child, ChildTerms
+from common.config import Config, ConfigError, Loaded, restart_keys, with_live
+from common.control import (
+    ConfigChanged,
+    ControlError,
+    Drain,
+    Fatal,
+    JsonObject,
+    RouterDown,
+    Serving,
+    ShardAddress,
+    ShardDown,
+    ShardUp,
+    StartRouter,
+    StartShard,
+    Stop,
+    ToChild,
+    one_line,
+)
+from common.data_directory import DataDirectory, DataDirectoryError, half_of_the_cores
+from common.listen_address import HeldAddress
+from common.slots import SlotMap
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+# After a process has ended, what it wrote is already in the channel; this only bounds the reading,
+# should something else still hold the other end open.
+LAST_WORDS_S = 1.0
+
+
+class StartError(Exception):
+    """The server could not start; the text is one line and says what is wrong and what to do."""
+
+
+class Role(Enum):
+    """What a child is. The value is its name in logs and commands."""
+
+    ROUTER = "router"
+    SHARD = "shard"
+
+
+@dataclass
+class _Place:
+    """Shard 2, say, whichever process fills it. `child` is the one that has its start message, if any."""
+
+    role: Role
+    index: int
+    child: Child | None = None
+    backoff: Backoff = field(default_factory=Backoff)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.value}-{self.index}"
+
+    @property
+    def is_ready(self) -> bool:
+        return self.child is not None and self.child.ready_at is not None
+
+
+class Supervisor:
+    """Runs a server on a directory and a port that are held already. One `run` per object."""
+
+    def __init__(
+        self,
+        config: Config,
+        reload: Callable[[], Loaded],
+        directory: DataDirectory,
+        slot_map: SlotMap,
+        listen: HeldAddress,
+        terms: ChildTerms,
+    ) -> None:
+        self._config = config
+        self._reload = reload
+        self._directory = directory
+        self._slot_map = slot_map
+        self._listen = listen
+        self._terms = terms
+        self._shards = [_Place(Role.SHARD, index) for index in range(slot_map.shards)]
+        routers = config.server.routers or half_of_the_cores()
+        self._routers = [_Place(Role.ROUTER, index) for index in range(routers)]
+        self._is_serving = False
+        self._stop_asked = asyncio.Event()
+        # Set when the children of a role are told to end: none of them is started again.
+        self._ending = {role: asyncio.Event() for role in Role}
+        self._all_ready = asyncio.Event()
+        # Why the start failed: the first reason stays.
+        self._start_failure: str | None = None
+        self._start_failed = asyncio.Event()
+        self._keepers: dict[asyncio.Task[None], _Place] = {}
+        self._exit_status = 0
+        # From then on children end because they were killed: nothing to report.
+        self._is_killing = False
+
+    async def run(self) -> int:
+        """Serve until SIGTERM or SIGINT; the exit status. Raises StartError."""
+        self._handle_signals(asyncio.get_running_loop())
+        for place in (*self._shards, *self._routers):
+            self._keepers[asyncio.create_task(self._keep(place), name=place.name)] = place
+        try:
+            await self._start()
+            await self._until_asked_to_stop()
+            await self._stop()
+        finally:
+            await self._kill_all()
+            # A second SIGTERM while the interpreter winds down must not turn the exit status into a signal.
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+        return self._exit_status
+
+    # -- signals --------------------------------------------------------------------------------
+
+    def _handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Plain handlers that wake the loop; asyncio's own are gone before the last moments of the process."""
+
+        def on_stop(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(self._ask_to_stop, signal.Signals(number).name)
+
+        def on_reload(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(self._reload_config)
+
+        signal.signal(signal.SIGTERM, on_stop)
+        signal.signal(signal.SIGINT, on_stop)
+        signal.signal(signal.SIGHUP, on_reload)
+
+    def _ask_to_stop(self, why: str) -> None:
+        if self._stop_asked.is_set():
+            log.info("already stopping", signal=why)
+            return
+        log.info("stopping", signal=why, grace_ms=self._config.server.shutdown_grace_ms)
+        self._stop_asked.set()
+
+    def _reload_config(self) -> None:
+        """Read the configuration again; a broken one changes nothing."""
+        try:
+            loaded = self._reload()
+            config = with_live(self._config, loaded.config)
+        except ConfigError as error:
+            log.error("configuration not reloaded, the running one stays", reason=str(error))
+            return
+        for warning in loaded.warnings:
+            log.warning("configuration", warning=warning)
+        waiting = restart_keys(self._config, loaded.config)
+        if waiting:
+            log.warning("changed keys that need a restart keep their running values", keys=waiting)
+        self._config = config
+        self._send_to((*self._shards, *self._routers), ConfigChanged(config=self._config_json()))
+        log.info("configuration reloaded")
+
+    # -- the phases -----------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """Until every child is ready, or a stop is asked for. Raises StartError."""
+        await self._first_of(self._all_ready, self._start_failed, self._stop_asked)
+        if self._start_failure is not None:
+            raise StartError(self._start_failure)
+        if self._stop_asked.is_set():
+            return
+        self._is_serving = True
+        self._send_to(self._routers, Serving())
+        log.info(
+            "queue server listening",
+            address=str(self._listen.address),
+            shards=len(self._shards),
+            routers=len(self._routers),
+            db_path=str(self._directory.path),
+            version=__version__,
+            pid=os.getpid(),
+        )
+
+    async def _until_asked_to_stop(self) -> None:
+        await self._first_of(self._stop_asked)
+
+    async def _stop(self) -> None:
+        """Routers first: running calls need the shards, and what a router did not confirm comes back in them."""
+        grace_ms = self._config.server.shutdown_grace_ms
+        await self._end(
+            self._routers, Role.ROUTER, Drain(grace_ms=grace_ms), grace_ms / 1000 + self._terms.router_stop_s
+        )
+        if await self._end(self._shards, Role.SHARD, Stop(), self._terms.shard_stop_s):
+            self._exit_status = 1
+        log.info("stopped", status=self._exit_status)
+
+    async def _end(self, places: list[_Place], role: Role, message: ToChild, limit_s: float) -> bool:
+        """Tell all children of a role to end and wait for it; True when one had to be killed."""
+        self._ending[role].set()
+        self._send_to(places, message)
+        keepers = [task for task, place in self._keepers.items() if place.role is role]
+        _, late = await asyncio.wait(keepers, timeout=limit_s)
+        for task in late:
+            place = self._keepers[task]
+            log.error("child did not end in time and is killed", child=place.name, limit_s=limit_s)
+            if place.child is not None:
+                place.child.kill()
+        await asyncio.gather(*keepers)
+        return bool(late)
+
+    async def _first_of(self, *events: asyncio.Event) -> None:
+        """Wait for the first of some events; what broke in a keeper is raised here."""
+        waits = [asyncio.create_task(event.wait()) for event in events]
+        try:
+            done, _ = await asyncio.wait((*waits, *self._keepers), return_when=asyncio.FIRST_COMPLETED)
+            for task in done.intersection(self._keepers):
+                await task
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _kill_all(self) -> None:
+        """Whatever happened, no child outlives the supervisor. After an orderly stop there is none left."""
+        self._is_killing = True
+        for role in Role:
+            self._ending[role].set()
+        for place in (*self._shards, *self._routers):
+            if place.child is not None:
+                place.child.kill()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    # -- one place ------------------------------------------------------------------------------
+
+    async def _keep(self, place: _Place) -> None:
+        """Fill a place with one process after another until its role ends."""
+        ending = self._ending[place.role]
+        while not ending.is_set():
+            ready_s = await self._run_child(place)
+            if ending.is_set() or self._start_failed.is_set():
+                return
+            delay_s = place.backoff.delay_s(ready_s)
+            log.info("child is started again", child=place.name, delay_s=delay_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ending.wait(), delay_s)
+
+    async def _run_child(self, place: _Place) -> float:
+        """One process from start to end; how many seconds it was ready."""
+        command = self._terms.shard if place.role is Role.SHARD else self._terms.router
+        try:
+            generation = self._directory.next_generation()
+            child = await Child.start(command, self._directory.lock_fd, generation)
+        except (DataDirectoryError, OSError) as error:
+            self._report_end(place, f"cannot be started: {error}")
+            return 0.0
+        if self._ending[place.role].is_set():  # asked to end while it was being started: it knows of nothing yet
+            child.kill()
+        # No await between these: nothing can happen that the start message does not tell and no later one will.
+        place.child = child
+        child.send(self._start_message(place, generation))
+        listening = asyncio.create_task(self._listen_to(place, child))
+        status = await child.process.wait()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(listening, LAST_WORDS_S)
+        child.link.close()
+        place.child = None
+        self._tell_of_end(place, generation)
+        self._judge_end(place, child, status)
+        return child.ready_s(asyncio.get_running_loop().time())
+
+    async def _listen_to(self, place: _Place, child: Child) -> None:
+        """Act on what a child says until it says no more; then it has to end soon."""
+        try:
+            while (message := await child.link.receive()) is not None:
+                if isinstance(message, Fatal):
+                    child.fatal_text = one_line(message.text)
+                    self._fail_start(f"{place.name}: {child.fatal_text}")
+                    break
+                self._on_ready(place, child)
+        except ControlError as error:
+            child.fatal_text = f"was killed: {error}"
+            child.kill()
+        if not self._ending[place.role].is_set():  # an ending child has its own, longer limit
+            asyncio.get_running_loop().call_later(self._terms.silent_end_s, self._kill_silent, place, child)
+
+    def _kill_silent(self, place: _Place, child: Child) -> None:
+        if place.child is child and not self._ending[place.role].is_set():
+            log.error("child has closed its channel, did not end and is killed", child=place.name, pid=child.pid)
+            child.kill()
+
+    def _on_ready(self, place: _Place, child: Child) -> None:
+        if child.ready_at is not None:
+            return
+        child.ready_at = asyncio.get_running_loop().time()
+        log.debug("child is ready", child=place.name, generation=child.generation, pid=child.pid)
+        if place.role is Role.SHARD:
+            up = self._shard_address(place.index, child.generation)
+            self._send_to(self._routers, ShardUp(index=up.index, generation=up.generation, address=up.address))
+        elif self._is_serving:
+            child.send(Serving())
+        if all(one.is_ready for one in (*self._shards, *self._routers)):
+            self._all_ready.set()
+
+    def _tell_of_end(self, place: _Place, generation: int) -> None:
+        """At once, before anything is started again. Also for a router that ended in order: what it had handed
+        out and not confirmed must be back in the shards before they stop."""
+        if place.role is Role.SHARD:
+            self._send_to(self._routers, ShardDown(index=place.index, generation=generation))
+        else:
+            self._send_to(self._shards, RouterDown(name=_router_name(place.index, generation)))
+
+    def _judge_end(self, place: _Place, child: Child, status: int) -> None:
+        if self._is_killing:
+            return
+        how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        if not self._ending[place.role].is_set():
+            self._report_end(place, child.fatal_text or f"{how}, see its log above")
+        elif status != 0:
+            log.error("child did not end in order", child=place.name, how=how)
+            if place.role is Role.SHARD:
+                self._exit_status = 1
+
+    def _report_end(self, place: _Place, reason: str) -> None:
+        """A child is gone that should be there: fatal during the start, else it is logged."""
+        if self._start_is_over():
+            log.error("child ended", child=place.name, reason=reason)
+        else:
+            self._fail_start(f"{place.name}: {reason}")
+
+    def _fail_start(self, text: str) -> None:
+        if not self._start_is_over() and self._start_failure is None:
+            self._start_failure = text
+            self._start_failed.set()
+
+    def _start_is_over(self) -> bool:
+        return self._is_serving or self._stop_asked.is_set()
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def _send_to(self, places: Iterable[_Place], message: ToChild) -> None:
+        for place in places:
+            if place.child is not None:
+                place.child.send(message)
+
+    def _start_message(self, place: _Place, generation: int) -> ToChild:
+        return (
+            self._start_shard(place, generation) if place.role is Role.SHARD else self._start_router(place, generation)
+        )
+
+    def _start_shard(self, place: _Place, generation: int) -> StartShard:
+        return StartShard(
+            index=place.index,
+            name=place.name,
+            generation=generation,
+            directory=str(self._directory.shard_path(place.index)),
+            address=self._shard_address(place.index, generation).address,
+            config=self._config_json(),
+            epoch=self._slot_map.epoch,
+            owners=list(self._slot_map.owners),
+            shards=self._slot_map.shards,
+        )
+
+    def _start_router(self, place: _Place, generation: int) -> StartRouter:
+        name = _router_name(place.index, generation)
+        up = [
+            self._shard_address(shard.index, shard.child.generation)
+            for shard in self._shards
+            if shard.child is not None and shard.is_ready
+        ]
+        return StartRouter(
+            index=place.index,
+            name=name,
+            address=self._directory.socket_address(name),
+            listen=str(self._listen.address),
+            config=self._config_json(),
+            epoch=self._slot_map.epoch,
+            owners=list(self._slot_map.owners),
+            shards=self._slot_map.shards,
+            up=up,
+        )
+
+    def _shard_address(self, index: int, generation: int) -> ShardAddress:
+        address = self._directory.socket_address(f"s{index}-{generation}")
+        return ShardAddress(index=index, generation=generation, address=address)
+
+    def _config_json(self) -> JsonObject:
+        config: JsonObject = self._config.model_dump(mode="json")
+        return config
+
+
+def _router_name(index: int, generation: int) -> str:
+    """What shards know a router process by; no other one of this data directory is ever called so."""
+    return f"r{index}-{generation}"

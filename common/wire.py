@@ -1,0 +1,132 @@
+"""What routers and shards say to each other: envelopes of operations and of results.
+
+An envelope is one ZeroMQ message, a msgpack array. A router sends operations,
+
+    [WIRE_VERSION, generation, router, number, [operation, …]]
+
+and a shard answers each such envelope with one that carries its number, and with envelopes of
+number 0 for what comes later (a parked poll that is answered, a watch that fires):
+
+    [WIRE_VERSION, generation, shard, number, [result, …]]
+
+An operation is `[op_id, Op, argument, …]`, a result `[op_id, status, data]`. Op ids are never used
+twice by any router (each counts on from a random start). `status` is a gRPC status code; `data` is
+the operation's answer when it is 0 and a text for the client when it is not. Times are integers:
+durations in milliseconds, instants in milliseconds since the Unix epoch.
+
+The generation is that of the shard process: a process refuses what was meant for its predecessor,
+because the clients of those operations may have been told that they were not done.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeAlias
+
+import msgpack
+
+WIRE_VERSION = 1
+
+
+class Op(IntEnum):
+    """Kinds of operations, with their arguments and the data of their results."""
+
+    # entropy (3 bytes per job), [EnqueueJob, …] → [EnqueueOutcome, …] in the same order
+    ENQUEUE = 1
+    # the same, all or nothing → [EnqueueOutcome, …]; one refusal in it means that nothing was stored
+    ENQUEUE_ATOMIC = 2
+    # queues, max_jobs, lease_ms, may_wait, max_bytes, settles (op id of a watch that fired, or 0)
+    # → [LeasedJob, …]; if it may wait, it is parked while there is none, until it is cancelled
+    RESERVE = 3
+    # queues → True as soon as a job is ready in one of them. Whoever is told so claims with RESERVE
+    # (settles=…) or passes the wake-up on with CANCEL.
+    WATCH = 4
+    # op id of a RESERVE or WATCH → None. After this result none comes for that one; what an earlier
+    # result gave, the router gives back.
+    CANCEL = 5
+    # op ids of RESERVE and DRAIN whose answers have left → nothing. Leases stand, drained dead letters go.
+    CONFIRM = 6
+    # op ids of RESERVE and DRAIN whose answers will never leave → nothing. As if they had not happened.
+    GIVE_BACK = 7
+    # job_id, attempt → None
+    ACK = 8
+    # job_id, attempt, strategy, delay_ms, reason → dead lettered?
+    NACK = 9
+    # job_id, attempt, lease_ms → lease_expires_at
+    EXTEND = 10
+
+
+class Outcome(IntEnum):
+    """What became of one enqueued job, where it is not simply a new id."""
+
+    DEDUPLICATED = 1  # [1, job id of the earlier one]
+    QUEUE_FULL = 2  # [2, max_queue_depth]
+    QUEUE_CLOSING = 3  # [3]
+
+
+class Strategy(IntEnum):
+    """How a nacked job is tried again."""
+
+    DEFAULT = 0
+    DELAY = 1
+    DEAD_LETTER = 2
+
+
+class EnqueueJob(NamedTuple):
+    """One job to enqueue, checked and with its defaults filled in by the router."""
+
+    queue: str
+    priority: int
+    max_attempts: int
+    due_ms: int  # 0: at once
+    key: str | None  # idempotency key
+    body: bytes  # a serialised Job without id, enqueued_at, attempt and lease_expires_at
+
+
+class LeasedJob(NamedTuple):
+    """One job handed out by a reserve."""
+
+    job_id: bytes
+    attempt: int
+    lease_expires_ms: int
+    body: bytes
+
+
+# 16 bytes: the id of a new job; else a list that starts with an Outcome.
+EnqueueOutcome: TypeAlias = bytes | list[Any]
+Operation: TypeAlias = list[Any]
+Result: TypeAlias = list[Any]
+
+
+class Envelope(NamedTuple):
+    """One message between a router and a shard."""
+
+    version: int
+    generation: int
+    sender: str
+    number: int
+    items: list[list[Any]]
+
+
+class WireError(Exception):
+    """What came in is no envelope of this version."""
+
+
+_packer = msgpack.Packer(autoreset=True)
+
+
+def pack(generation: int, sender: str, number: int, items: list[list[Any]]) -> bytes:
+    """Not for use from several threads at once: the packer is shared."""
+    packed: bytes = _packer.pack((WIRE_VERSION, generation, sender, number, items))
+    return packed
+
+
+def unpack(message: bytes) -> Envelope:
+    """Raises WireError for anything but an envelope of this version."""
+    try:
+        envelope = Envelope(*msgpack.unpackb(message))
+    except Exception as error:  # msgpack's errors have no common class
+        raise WireError(f"not an envelope: {error}") from error
+    if envelope.version != WIRE_VERSION:
+        raise WireError(f"envelope of version {envelope.version}, this process speaks {WIRE_VERSION}")
+    return envelope

@@ -1,0 +1,305 @@
+"""The router's core: what happens to a call, from its arrival to its answer.
+
+It does no I/O and reads no clock: calls, envelopes, timers, shards that come and go and a new
+configuration are events that the shell brings, each with the time; replies and envelopes are what
+comes out, gathered in `replies` and in each shard's `messages` for the shell to carry away. Nothing
+in here blocks, so the shell can hold one lock around it.
+
+The way of a call: `arrived` checks the key and the request (`admission`), then a flow takes it. A
+flow sends operations to shards through `outbound`, gets their results or hears that they were lost,
+and ends with one reply or failure. The flows are in `flows`, that of Reserve in `polls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from hmac import compare_digest
+from typing import Any, NamedTuple, Protocol
+
+from google.protobuf.message import DecodeError
+
+from common import job_ids, queue_pb2
+from common.config import Config
+from common.slots import slot_of
+from common.wire import EnqueueJob, Op, unpack
+from router import admission, answers
+from router.admission import Refusal
+from router.flows import EnqueueFlow, LeaseFlow, Part
+from router.front import Call, Status
+from router.outbound import Outbound
+from router.polls import Poll
+
+# How long a call without a deadline is held for a shard that is down, and what is left of a deadline
+# when the others are told that nothing was done, in ms.
+HOLD_MS = 30_000
+DEADLINE_MARGIN_MS = 50
+
+
+class Moment(NamedTuple):
+    """One instant on both clocks, in ms: wall time for what clients see, monotonic for waiting."""
+
+    wall_ms: int
+    mono_ms: int
+
+
+class Reply(NamedTuple):
+    """What a call is to be answered with: bytes, or a status and a text."""
+
+    call: Call
+    answer: bytes | None
+    status: Status
+    text: str
+
+
+class Timed(Protocol):
+    """Something that waits for an instant. `timer_at` is monotonic ms, 0 when it waits no more."""
+
+    timer_at: int
+
+    def timer_fired(self) -> None: ...
+
+
+class Core:
+    """One router. `owners[slot]` is the shard of each slot. Op ids count on from `first_op_id`, which
+    the shell draws at random so that no two routers ever use the same."""
+
+    def __init__(
+        self,
+        name: str,
+        version: str,
+        config: Config,
+        owners: tuple[int, ...],
+        shards: int,
+        first_op_id: int,
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self.config = config
+        self.now = Moment(0, 0)
+        self.replies: list[Reply] = []
+        self.shards = [Outbound(index, name) for index in range(shards)]
+        self.draining = False
+        self._version = version
+        self._owners = owners
+        self._op_id = first_op_id
+        self.random_bytes = random_bytes
+        self._polls: dict[int, Poll] = {}  # by id() of their call
+        self._timers: list[tuple[int, int, Timed]] = []
+        self._timer_count = 0
+        self._methods: dict[str, Callable[[Call], None]] = {
+            "EnqueueBatch": self._enqueue_batch,
+            "Reserve": self._reserve,
+            "Ack": self._ack,
+            "Nack": self._nack,
+            "Extend": self._extend,
+            "GetServerInfo": self._server_info,
+        }
+
+    # -- events -------------------------------------------------------------------------------
+
+    def arrived(self, call: Call, now: Moment) -> None:
+        """A call with a whole request."""
+        self.now = now
+        if not self._is_authorised(call):
+            self.fail(call, Status.UNAUTHENTICATED, "no listed API key: send metadata `authorization: Bearer <key>`")
+            return
+        method = self._methods.get(call.method)
+        if method is None:
+            self.fail(call, Status.UNIMPLEMENTED, f"{call.method} is not implemented by this version of the server")
+            return
+        try:
+            method(call)
+        except (DecodeError, UnicodeDecodeError) as error:
+            self.fail(call, Status.INTERNAL, f"the request is no message of {call.method}: {error}")
+        self._pump()
+
+    def closed(self, call: Call, now: Moment) -> None:
+        """A watched call ended before it was answered."""
+        self.now = now
+        poll = self._polls.pop(id(call), None)
+        if poll is not None:
+            poll.closed()
+        self._pump()
+
+    def answer_left(self, call: Call, left: bool, now: Moment) -> None:
+        """The answer of a watched call was written to its connection, or could not be."""
+        self.now = now
+        poll = self._polls.pop(id(call), None)
+        if poll is not None:
+            poll.answer_left(left)
+        self._pump()
+
+    def envelope(self, message: bytes, now: Moment) -> None:
+        """A message came from a shard; that of a process which has ended is too late. Raises WireError."""
+        self.now = now
+        envelope = unpack(message)
+        for outbound in self.shards:
+            if outbound.generation == envelope.generation:
+                outbound.take(envelope.number, envelope.items)
+        self._pump()
+
+    def shard_up(self, shard: int, generation: int, now: Moment) -> None:
+        """A shard's process takes operations; what waited for it is sent."""
+        self.now = now
+        self.shards[shard].came_up(generation)
+        self._pump()
+
+    def shard_down(self, shard: int, generation: int, now: Moment) -> None:
+        """A shard's process has ended."""
+        self.now = now
+        if self.shards[shard].generation == generation:
+            self.shards[shard].went_down()
+        self._pump()
+
+    def tick(self, now: Moment) -> None:
+        """Time has passed."""
+        self.now = now
+        while self._timers and self._timers[0][0] <= now.mono_ms:
+            at, _, timed = heappop(self._timers)
+            if timed.timer_at == at:
+                timed.timer_at = 0
+                timed.timer_fired()
+        self._pump()
+
+    def next_timer_ms(self) -> int | None:
+        """When `tick` should be called at the latest, monotonic ms."""
+        while self._timers and self._timers[0][2].timer_at != self._timers[0][0]:
+            heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def configure(self, config: Config) -> None:
+        """A new configuration; it holds from the next call on."""
+        self.config = config
+
+    def drain(self, now: Moment) -> None:
+        """The server stops: waiting polls are answered with nothing, and no poll waits any more."""
+        self.now = now
+        self.draining = True
+        for poll in list(self._polls.values()):
+            poll.stop_waiting()
+        self._pump()
+
+    # -- for flows ----------------------------------------------------------------------------
+
+    def reply(self, call: Call, answer: bytes) -> None:
+        self.replies.append(Reply(call, answer, Status.OK, ""))
+
+    def fail(self, call: Call, status: Status, text: str) -> None:
+        self.replies.append(Reply(call, None, status, text))
+
+    def next_op_id(self) -> int:
+        self._op_id += 1
+        return self._op_id
+
+    def shard_of(self, queue: str) -> int:
+        return self._owners[slot_of(queue)]
+
+    def set_timer(self, timed: Timed, at_ms: int) -> None:
+        """Fire once at a monotonic instant; replaces an earlier timer of the same object."""
+        timed.timer_at = at_ms
+        self._timer_count += 1
+        heappush(self._timers, (at_ms, self._timer_count, timed))
+        if len(self._timers) > 2 * len(self._polls) + 4096:
+            # Most waits end before their time: drop their timers, or the heap would grow with the
+            # rate of calls times their wait.
+            self._timers = [timer for timer in self._timers if timer[2].timer_at == timer[0]]
+            heapify(self._timers)
+
+    def hold_until(self, call: Call) -> int:
+        """Until when a call may wait for a shard that is down, monotonic ms."""
+        remaining_ms = call.deadline * 1000 - self.now.wall_ms - DEADLINE_MARGIN_MS
+        return self.now.mono_ms + max(0, int(min(remaining_ms, HOLD_MS)))
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        for outbound in self.shards:
+            outbound.pump()
+
+    def _is_authorised(self, call: Call) -> bool:
+        api_keys = self.config.auth.api_keys
+        if api_keys is None:
+            return True
+        scheme, _, shown = (call.authorization or "").partition(" ")
+        # Every key is compared, and each in constant time, so that the time tells nothing.
+        matches = [compare_digest(shown.encode(), known.key.encode()) for known in api_keys]
+        return scheme == "Bearer" and any(matches)
+
+    def _refuse(self, call: Call, refusal: Refusal) -> None:
+        self.fail(call, refusal.status, refusal.text)
+
+    def _is_busy(self, call: Call, shards: list[int]) -> bool:
+        capacity = self.config.storage.command_queue_capacity
+        for shard in shards:
+            if self.shards[shard].is_full(capacity):
+                text = f"{capacity} operations are waiting for shard {shard}: nothing was done, try again later"
+                self.fail(call, Status.RESOURCE_EXHAUSTED, text)
+                return True
+        return False
+
+    def _enqueue_batch(self, call: Call) -> None:
+        request = queue_pb2.EnqueueBatchRequest.FromString(call.request)
+        refusal = admission.check_batch(request, self.config)
+        if refusal is not None:
+            self._refuse(call, refusal)
+            return
+        jobs = [admission.admit(job, self.config, self.now.wall_ms) for job in request.jobs]
+        parts: dict[int, Part] = {}
+        for index, job in enumerate(jobs):
+            if isinstance(job, EnqueueJob):
+                shard = self.shard_of(job.queue)
+                part = parts.get(shard)
+                if part is None:
+                    part = parts[shard] = Part()
+                part.add(index, job)
+        rejected = [None if isinstance(job, EnqueueJob) else job for job in jobs]
+        if not self._is_busy(call, list(parts)):
+            EnqueueFlow(self, call, rejected, parts).begin()
+
+    def _reserve(self, call: Call) -> None:
+        terms = admission.check_reserve(queue_pb2.ReserveRequest.FromString(call.request), self.config)
+        if isinstance(terms, Refusal):
+            self._refuse(call, terms)
+            return
+        if self._is_busy(call, list(dict.fromkeys(self.shard_of(queue) for queue in terms.queues))):
+            return
+        poll = Poll(self, call, terms)
+        self._polls[id(call)] = poll
+        poll.begin()
+
+    def _ack(self, call: Call) -> None:
+        terms = admission.check_ack(queue_pb2.AckRequest.FromString(call.request))
+        if isinstance(terms, Refusal):
+            self._refuse(call, terms)
+        else:
+            job_id = terms.job_id
+            self._lease_call(call, job_id, Op.ACK, [terms.attempt], lambda _: answers.ack_answer(job_id))
+
+    def _nack(self, call: Call) -> None:
+        terms = admission.check_nack(queue_pb2.NackRequest.FromString(call.request))
+        if isinstance(terms, Refusal):
+            self._refuse(call, terms)
+        else:
+            job_id = terms.job_id
+            arguments = [terms.attempt, terms.strategy, terms.delay_ms, terms.reason]
+            self._lease_call(call, job_id, Op.NACK, arguments, lambda dead: answers.nack_answer(job_id, dead))
+
+    def _extend(self, call: Call) -> None:
+        terms = admission.check_extend(queue_pb2.ExtendRequest.FromString(call.request))
+        if isinstance(terms, Refusal):
+            self._refuse(call, terms)
+        else:
+            job_id = terms.job_id
+            arguments = [terms.attempt, terms.lease_ms]
+            self._lease_call(call, job_id, Op.EXTEND, arguments, lambda ends: answers.extend_answer(job_id, ends))
+
+    def _lease_call(
+        self, call: Call, job_id: bytes, kind: Op, arguments: list[Any], answer: Callable[[Any], bytes]
+    ) -> None:
+        shard = self._owners[job_ids.slot(job_id)]
+        if not self._is_busy(call, [shard]):
+            LeaseFlow(self, call, shard, answer).begin(kind, [job_id, *arguments])
+
+    def _server_info(self, call: Call) -> None:
+        queue_pb2.GetServerInfoRequest.FromString(call.request)
+        self.reply(call, answers.server_info(self.config, self.now.wall_ms, self._version))

@@ -1,0 +1,153 @@
+"""Calls in progress that are answered in one step per shard: enqueues, and what ends or prolongs a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from common.queue_pb2 import JobRejection
+from common.wire import EnqueueJob, EnqueueOutcome, Op, Outcome
+from router import answers, rejections
+from router.front import Call, Status
+from router.outbound import Pending
+
+if TYPE_CHECKING:
+    from router.core import Core
+
+_RANDOM_BYTES_PER_JOB = 3
+
+
+class Part:
+    """The jobs of a batch that go to one shard, and where each stands in the batch."""
+
+    __slots__ = ("indexes", "jobs", "size")
+
+    def __init__(self) -> None:
+        self.indexes: list[int] = []
+        self.jobs: list[EnqueueJob] = []
+        self.size = 0
+
+    def add(self, index: int, job: EnqueueJob) -> None:
+        self.indexes.append(index)
+        self.jobs.append(job)
+        self.size += len(job.body)
+
+
+class EnqueueFlow:
+    """An EnqueueBatch: one operation for each shard that gets jobs, one answer when all have answered."""
+
+    def __init__(self, core: Core, call: Call, rejected: Sequence[JobRejection | None], parts: dict[int, Part]) -> None:
+        self.timer_at = 0
+        self._core = core
+        self._call = call
+        self._outcomes: list[answers.Outcome | None] = list(rejected)
+        self._parts = parts
+        self._pending: dict[int, tuple[int, Pending]] = {}  # op id: shard, operation
+        self._failures: list[tuple[Status, str]] = []
+
+    def begin(self) -> None:
+        core = self._core
+        for shard, part in self._parts.items():
+            op_id = core.next_op_id()
+            entropy = core.random_bytes(_RANDOM_BYTES_PER_JOB * len(part.jobs))
+            operation = [op_id, Op.ENQUEUE, entropy, part.jobs]
+            self._pending[op_id] = shard, core.shards[shard].add(operation, self, part.size)
+        self._finish_if_done()
+
+    def result(self, op_id: int, status: int, data: Any) -> None:
+        shard, _ = self._pending.pop(op_id)
+        if status != Status.OK:
+            self._failures.append((Status(status), data))
+        else:
+            part = self._parts[shard]
+            for index, job, outcome in zip(part.indexes, part.jobs, data, strict=True):
+                self._outcomes[index] = _outcome(job, outcome)
+        self._finish_if_done()
+
+    def lost(self, op_id: int) -> None:
+        shard, _ = self._pending.pop(op_id)
+        self._failures.append((Status.ABORTED, f"shard {shard} ended meanwhile: the jobs may have been stored"))
+        self._finish_if_done()
+
+    def hold(self) -> None:
+        if not self.timer_at:
+            self._core.set_timer(self, self._core.hold_until(self._call))
+
+    def timer_fired(self) -> None:
+        for op_id, (shard, pending) in list(self._pending.items()):
+            if self._core.shards[shard].withdraw(pending):
+                del self._pending[op_id]
+                self._failures.append((Status.UNAVAILABLE, f"shard {shard} is down: nothing was stored"))
+        self._finish_if_done()
+
+    def _finish_if_done(self) -> None:
+        if self._pending:
+            return
+        self.timer_at = 0
+        if self._failures:
+            self._core.fail(self._call, *self._whole_failure())
+        else:
+            outcomes = [outcome for outcome in self._outcomes if outcome is not None]
+            self._core.reply(self._call, answers.enqueue_answer(outcomes))
+
+    def _whole_failure(self) -> tuple[Status, str]:
+        """What to say of the whole batch: only if no part was or may have been done is it "not done"."""
+        statuses = {status for status, _ in self._failures}
+        text = "; ".join(text for _, text in self._failures)
+        if Status.INTERNAL in statuses:
+            return Status.INTERNAL, text
+        if statuses == {Status.UNAVAILABLE} and len(self._failures) == len(self._parts):
+            return Status.UNAVAILABLE, text
+        return Status.ABORTED, text
+
+
+class LeaseFlow:
+    """An Ack, Nack or Extend: one operation on the shard that the job's id names."""
+
+    def __init__(self, core: Core, call: Call, shard: int, answer: Callable[[Any], bytes]) -> None:
+        self.timer_at = 0
+        self._core = core
+        self._call = call
+        self._shard = shard
+        self._answer = answer
+        self._pending: Pending | None = None
+
+    def begin(self, kind: Op, arguments: list[Any]) -> None:
+        core = self._core
+        self._pending = core.shards[self._shard].add([core.next_op_id(), kind, *arguments], self)
+
+    def result(self, op_id: int, status: int, data: Any) -> None:
+        self.timer_at = 0
+        if status == Status.OK:
+            self._core.reply(self._call, self._answer(data))
+        else:
+            self._core.fail(self._call, Status(status), data)
+
+    def lost(self, op_id: int) -> None:
+        self.timer_at = 0
+        text = f"shard {self._shard} ended meanwhile: this may have been done"
+        self._core.fail(self._call, Status.ABORTED, text)
+
+    def hold(self) -> None:
+        if not self.timer_at:
+            self._core.set_timer(self, self._core.hold_until(self._call))
+
+    def timer_fired(self) -> None:
+        assert self._pending is not None
+        if self._core.shards[self._shard].withdraw(self._pending):
+            self._core.fail(self._call, Status.UNAVAILABLE, f"shard {self._shard} is down: nothing was done")
+
+
+def _outcome(job: EnqueueJob, outcome: EnqueueOutcome) -> answers.Outcome:
+    """The shard's word on one job, as an answer says it."""
+    if isinstance(outcome, bytes):
+        return outcome
+    match outcome[0]:
+        case Outcome.DEDUPLICATED:
+            return outcome[1], True
+        case Outcome.QUEUE_FULL:
+            return rejections.queue_full(job.queue, outcome[1])
+        case Outcome.QUEUE_CLOSING:
+            return rejections.queue_closing(job.queue)
+        case _:
+            raise AssertionError(f"a shard does not say {outcome!r}")

@@ -1,0 +1,255 @@
+"""A Reserve in progress, from its arrival until its answer has left or it has ended without one.
+
+All its queues on one shard: one operation, which the shard parks while there is nothing. Queues on
+several shards: claims one after the other in the listed order (the runs); when all are empty, a
+watch on every shard, and claims again from the start as soon as one is told of a job.
+
+What was claimed for a call that ends without it is given back, whatever the moment: the call is
+closed before or while it is claimed for, its answer cannot be written, or the shard dies before its
+result arrives (then its successor is told). When the wait is over is known here alone: the
+operations are cancelled and the answer is an empty list.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from common.wire import LeasedJob, Op
+from router import answers
+from router.admission import ReserveTerms
+from router.front import Call, Status
+from router.outbound import Pending
+
+if TYPE_CHECKING:
+    from router.core import Core
+
+# What a job adds to an answer besides its body, at most: id, two instants, attempt, framing.
+JOB_OVERHEAD_BYTES = 96
+
+
+class Poll:
+    """One Reserve. `timer_at` is when its wait is over, monotonic ms."""
+
+    def __init__(self, core: Core, call: Call, terms: ReserveTerms) -> None:
+        self.timer_at = 0
+        self._core = core
+        self._call = call
+        self._terms = terms
+        self._runs = self._by_shard(terms.queues)
+        self._run = 0
+        self._jobs: list[LeasedJob] = []
+        self._size = 0
+        self._claims: list[tuple[int, int]] = []  # shard and op id of those that gave jobs
+        self._claim: tuple[int, Pending] | None = None  # the one that is out
+        self._watches: dict[int, Pending] = {}  # by shard
+        self._woken: dict[int, int] = {}  # shard: op id of a watch that fired and is not settled
+        self._ended = False
+
+    def begin(self) -> None:
+        wait_ms = 0 if self._core.draining else self._terms.wait_ms
+        if wait_ms:
+            # No longer than the client waits: nothing is leased into a call that has ended.
+            left_ms = self._call.deadline * 1000 - self._core.now.wall_ms
+            self._core.set_timer(self, self._core.now.mono_ms + int(max(0, min(wait_ms, left_ms))))
+        if len(self._runs) == 1 or not any(self._core.shards[shard].is_up for shard, _ in self._runs):
+            self._claim_run()
+        else:
+            self._claim_again()
+
+    # -- events -------------------------------------------------------------------------------
+
+    def closed(self) -> None:
+        """The call has ended without an answer."""
+        self._end()
+        for shard, op_id in self._claims:
+            self._core.shards[shard].give_back(op_id)
+
+    def answer_left(self, left: bool) -> None:
+        for shard, op_id in self._claims:
+            if left:
+                self._core.shards[shard].confirm(op_id)
+            else:
+                self._core.shards[shard].give_back(op_id)
+
+    def stop_waiting(self) -> None:
+        """The server stops: an answer now, an empty one if need be."""
+        if self.timer_at:
+            self._answer()
+
+    def timer_fired(self) -> None:
+        if self._terms.wait_ms and not self._core.draining:
+            self._answer()
+        elif self._claim is not None and self._core.shards[self._claim[0]].withdraw(self._claim[1]):
+            shard, self._claim = self._claim[0], None
+            self._end()
+            self._core.fail(self._call, Status.UNAVAILABLE, f"shard {shard} is down: nothing was reserved")
+
+    def result(self, op_id: int, status: int, data: Any) -> None:
+        if self._claim is not None and self._claim[1].op_id == op_id:
+            shard, self._claim = self._claim[0], None
+            self._claimed(shard, op_id, status, data)
+        else:
+            self._told(op_id)
+
+    def lost(self, op_id: int) -> None:
+        if self._claim is not None and self._claim[1].op_id == op_id:
+            shard, self._claim = self._claim[0], None
+            # It may have claimed: then its successor finds the leases under this op id.
+            self._core.shards[shard].give_back(op_id)
+            if not self._ended:
+                self._claim_run() if len(self._runs) == 1 else self._next_run()
+            return
+        for shard, pending in list(self._watches.items()):
+            if pending.op_id == op_id:
+                del self._watches[shard]
+                if not self._ended:
+                    self._watch(shard)
+
+    def hold(self) -> None:
+        if not self.timer_at and not self._ended:
+            self._core.set_timer(self, self._core.hold_until(self._call))
+
+    # -- claims -------------------------------------------------------------------------------
+
+    def _claim_run(self) -> None:
+        shard, queues = self._runs[self._run]
+        core = self._core
+        may_wait = len(self._runs) == 1 and self._may_wait()
+        operation = [
+            core.next_op_id(),
+            Op.RESERVE,
+            queues,
+            self._terms.max_jobs - len(self._jobs),
+            self._terms.lease_ms,
+            may_wait,
+            core.config.limits.max_response_bytes - self._size,
+            self._woken.pop(shard, 0),
+        ]
+        self._claim = shard, core.shards[shard].add(operation, self, parks=may_wait)
+
+    def _claimed(self, shard: int, op_id: int, status: int, data: Any) -> None:
+        if self._ended:
+            if status == Status.OK and data:
+                self._core.shards[shard].give_back(op_id)
+            return
+        if status != Status.OK:
+            self._fail(Status(status), data)
+            return
+        if data:
+            self._claims.append((shard, op_id))
+            jobs = [LeasedJob(*job) for job in data]
+            self._jobs += jobs
+            self._size += sum(len(job.body) + JOB_OVERHEAD_BYTES for job in jobs)
+        if len(self._runs) == 1:
+            self._answer()
+        else:
+            self._next_run()
+
+    def _next_run(self) -> None:
+        """The claim of this run is through: the next run of a shard that is up, or what there is."""
+        core = self._core
+        while True:
+            self._run += 1
+            full = len(self._jobs) >= self._terms.max_jobs or self._size >= core.config.limits.max_response_bytes
+            if full or self._run == len(self._runs):
+                break
+            if core.shards[self._runs[self._run][0]].is_up:
+                self._claim_run()
+                return
+        if self._jobs or not self._may_wait():
+            self._answer()
+            return
+        # A wake-up of a shard that has ended since then is void: its successor will be watched.
+        self._woken = {shard: op_id for shard, op_id in self._woken.items() if core.shards[shard].is_up}
+        if self._woken:  # told of a job while the claims were under way
+            self._claim_again()
+        else:
+            for shard, _ in self._runs:
+                if shard not in self._watches:
+                    self._watch(shard)
+
+    def _claim_again(self) -> None:
+        self._run = -1
+        self._next_run()
+
+    # -- watches ------------------------------------------------------------------------------
+
+    def _watch(self, shard: int) -> None:
+        queues = [queue for owner, run in self._runs if owner == shard for queue in run]
+        operation = [self._core.next_op_id(), Op.WATCH, queues]
+        self._watches[shard] = self._core.shards[shard].add(operation, self, parks=True)
+
+    def _told(self, op_id: int) -> None:
+        """A watch fired."""
+        for shard, pending in self._watches.items():
+            if pending.op_id == op_id:
+                del self._watches[shard]
+                if self._ended:
+                    return  # its cancellation is on the way, and passes the wake-up on
+                self._woken[shard] = op_id
+                if self._claim is None:
+                    self._claim_again()
+                return
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def _may_wait(self) -> bool:
+        return bool(self.timer_at and self._terms.wait_ms and not self._core.draining)
+
+    def _answer(self) -> None:
+        self._end()
+        self._core.reply(self._call, answers.reserve_answer(self._jobs))
+
+    def _fail(self, status: Status, text: str) -> None:
+        self._end()
+        for shard, op_id in self._claims:
+            self._core.shards[shard].give_back(op_id)
+        self._claims.clear()
+        self._core.fail(self._call, status, text)
+
+    def _end(self) -> None:
+        """No more is claimed for this call; what is under way is cancelled or will be given back."""
+        self._ended = True
+        self.timer_at = 0
+        if self._claim is not None:
+            self._cancel(*self._claim)
+        for shard, pending in self._watches.items():
+            self._cancel(shard, pending)
+        for shard, op_id in self._woken.items():
+            self._core.shards[shard].add([self._core.next_op_id(), Op.CANCEL, op_id], None)
+        self._woken.clear()
+
+    def _cancel(self, shard: int, pending: Pending) -> None:
+        outbound = self._core.shards[shard]
+        if not outbound.withdraw(pending):
+            op_id = self._core.next_op_id()
+            outbound.add([op_id, Op.CANCEL, pending.op_id], _Cancelled(self._core, shard, pending.op_id))
+
+    def _by_shard(self, queues: tuple[str, ...]) -> list[tuple[int, list[str]]]:
+        """The queues in their order, in runs of neighbours on one shard."""
+        runs: list[tuple[int, list[str]]] = []
+        for queue in queues:
+            shard = self._core.shard_of(queue)
+            if runs and runs[-1][0] == shard:
+                runs[-1][1].append(queue)
+            else:
+                runs.append((shard, [queue]))
+        return runs
+
+
+class _Cancelled:
+    """A cancellation on the way: after its result none comes for the operation that it cancelled."""
+
+    def __init__(self, core: Core, shard: int, target: int) -> None:
+        self._core = core
+        self._shard = shard
+        self._target = target
+
+    def result(self, op_id: int, status: int, data: Any) -> None:
+        self._core.shards[self._shard].forget(self._target)
+
+    def lost(self, op_id: int) -> None:
+        """So was the operation."""
+
+    def hold(self) -> None:
+        """Nobody waits for it."""

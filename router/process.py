@@ -1,0 +1,239 @@
+"""The router process: the core between a gRPC front and the links to the shards.
+
+Two threads bring events, the front's and the links' one; a lock is held around the core, and in it
+envelopes are handed to ZeroMQ, which takes them at once. Replies start after the lock is released.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from queue import Empty, SimpleQueue
+
+import structlog
+import zmq
+
+from common import __version__
+from common.config import Config
+from common.control import (
+    ConfigChanged,
+    ControlLink,
+    Drain,
+    Fatal,
+    Ready,
+    Serving,
+    ShardDown,
+    ShardUp,
+    StartRouter,
+    ToChild,
+    one_line,
+)
+from common.wire import WireError
+from router.core import Core, Moment, Reply
+from router.front import Call, Front, FrontError, FrontOptions
+from router.fronts import make_front
+from router.links import ShardLinks
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
+
+
+def moment() -> Moment:
+    """Now, on both clocks."""
+    return Moment(time.time_ns() // 1_000_000, time.monotonic_ns() // 1_000_000)
+
+
+class RouterProcess:
+    """One router from start to end. `run` returns the exit status.
+
+    It is the front's Receiver: `call_arrived`, `call_closed` and `answer_left` come from its threads.
+    """
+
+    def __init__(self, start: StartRouter, control: ControlLink, messages: SimpleQueue[ToChild | None]) -> None:
+        self._start = start
+        self._control = control
+        self._messages = messages
+        self._ends: SimpleQueue[Drain | None] = SimpleQueue()
+        config = Config.model_validate(start.config)
+        self._core = Core(
+            name=start.name,
+            version=__version__,
+            config=config,
+            owners=tuple(start.owners),
+            shards=start.shards,
+            first_op_id=int.from_bytes(os.urandom(8), "big") >> 2,
+            random_bytes=os.urandom,
+        )
+        self._lock = threading.Lock()
+        self._links = ShardLinks(start.address, start.shards)
+        self._stopped = False
+        # Monotonic ms until which the links' thread sleeps at most; an earlier timer wakes it.
+        self._sleeps_until: float = 0.0
+        self._wake_fd, self._wake_end = os.pipe()
+        os.set_blocking(self._wake_fd, False)
+        self._front = self._make_front(config)
+
+    def _make_front(self, config: Config) -> Front:
+        options = FrontOptions(self._start.listen, config.limits.max_message_bytes)
+        return make_front(options, self, config.server.grpc_front)
+
+    def wake(self) -> None:
+        """A control message has come; for any thread."""
+        os.write(self._wake_end, b"\x00")
+
+    def run(self) -> int:
+        """Serve until told to drain. Without a supervisor there is nothing to serve: end at once."""
+        for shard in self._start.up:
+            self._shard_up(shard.index, shard.generation, shard.address)
+        links = threading.Thread(target=self._serve_links, name="links", daemon=True)
+        links.start()
+        try:
+            self._front.start()
+        except FrontError as error:
+            self._control.send(Fatal(text=one_line(str(error))))
+            return 1
+        self._control.send(Ready())
+        drain = self._ends.get()
+        if drain is None:
+            os._exit(1)
+        self._front.set_serving(False)
+        with self._lock:
+            self._core.drain(moment())
+            replies = self._carry()
+        self._answer(replies)
+        self._front.stop(drain.grace_ms / 1000)
+        self._stopped = True
+        self.wake()
+        links.join()
+        self._links.close()
+        return 0
+
+    # -- events of the front --------------------------------------------------------------------
+
+    def call_arrived(self, call: Call) -> None:
+        with self._lock:
+            self._core.arrived(call, moment())
+            replies = self._carry()
+        self._answer(replies)
+
+    def call_closed(self, call: Call) -> None:
+        with self._lock:
+            self._core.closed(call, moment())
+            replies = self._carry()
+        self._answer(replies)
+
+    def answer_left(self, call: Call, left: bool) -> None:
+        with self._lock:
+            self._core.answer_left(call, left, moment())
+            replies = self._carry()
+        self._answer(replies)
+
+    # -- what the core wants --------------------------------------------------------------------
+
+    def _carry(self) -> list[Reply]:
+        """Send the core's envelopes and take its replies; with the lock held."""
+        core = self._core
+        for shard in core.shards:
+            if shard.messages:
+                for message in shard.messages:
+                    self._links.send(shard.index, message)
+                shard.messages.clear()
+        timer = core.next_timer_ms()
+        if timer is not None and timer < self._sleeps_until:
+            self._sleeps_until = timer
+            self.wake()
+        replies, core.replies = core.replies, []
+        return replies
+
+    @staticmethod
+    def _answer(replies: list[Reply]) -> None:
+        for call, answer, status, text in replies:
+            if answer is None:
+                call.fail(status, text)
+            else:
+                call.reply(answer)
+
+    # -- the links' thread ------------------------------------------------------------------------
+
+    def _serve_links(self) -> None:
+        try:
+            poller = zmq.Poller()
+            poller.register(self._links.inbox, zmq.POLLIN)
+            poller.register(self._wake_fd, zmq.POLLIN)
+            while not self._stopped:
+                ready = dict(poller.poll(self._sleep_ms()))
+                if self._links.inbox in ready:
+                    self._take_envelopes()
+                if self._wake_fd in ready:
+                    self._drain_wake()
+                    self._take_messages()
+                with self._lock:
+                    self._core.tick(moment())
+                    replies = self._carry()
+                self._answer(replies)
+        except Exception:
+            # Without this thread every call would hang: better to die and be started again.
+            log.exception("the router cannot go on")
+            os._exit(1)
+
+    def _sleep_ms(self) -> int | None:
+        with self._lock:
+            timer = self._core.next_timer_ms()
+            self._sleeps_until = float("inf") if timer is None else timer
+        if timer is None:
+            return None
+        return max(0, timer - time.monotonic_ns() // 1_000_000 + 1)
+
+    def _drain_wake(self) -> None:
+        try:
+            os.read(self._wake_fd, 4096)
+        except BlockingIOError:
+            pass
+
+    def _take_envelopes(self) -> None:
+        while True:
+            try:
+                message = self._links.inbox.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                with self._lock:
+                    self._core.envelope(message, moment())
+                    replies = self._carry()
+            except WireError as error:
+                log.error("a message that is no envelope was dropped", error=str(error))
+                continue
+            self._answer(replies)
+
+    def _take_messages(self) -> None:
+        while True:
+            try:
+                message = self._messages.get_nowait()
+            except Empty:
+                return
+            match message:
+                case ShardUp():
+                    self._shard_up(message.index, message.generation, message.address)
+                case ShardDown():
+                    self._take_envelopes()  # what it sent before it ended still counts
+                    with self._lock:
+                        self._links.disconnect(message.index)
+                        self._core.shard_down(message.index, message.generation, moment())
+                        replies = self._carry()
+                    self._answer(replies)
+                case Serving():
+                    self._front.set_serving(True)
+                case ConfigChanged():
+                    with self._lock:
+                        self._core.configure(Config.model_validate(message.config))
+                case Drain() | None:
+                    self._ends.put(message)
+                case _:
+                    raise AssertionError(f"a router does not take {message.kind}")
+
+    def _shard_up(self, shard: int, generation: int, address: str) -> None:
+        with self._lock:
+            self._links.connect(shard, address)
+            self._core.shard_up(shard, generation, moment())
+            replies = self._carry()
+        self._answer(replies)
