@@ -33,7 +33,8 @@ class Op(IntEnum):
 
     # entropy (3 bytes per job), [EnqueueJob, …] → [EnqueueOutcome, …] in the same order
     ENQUEUE = 1
-    # the same, all or nothing → [EnqueueOutcome, …]; one refusal in it means that nothing was stored
+    # the same, all or nothing → [True, [EnqueueOutcome, …]], or [False, [[index, EnqueueOutcome], …]]
+    # with a refusal for every job that is at fault; then nothing was stored
     ENQUEUE_ATOMIC = 2
     # queues, max_jobs, lease_ms, may_wait, max_bytes, settles (op id of a watch that fired, or 0)
     # → [LeasedJob, …]; if it may wait, it is parked while there is none, until it is cancelled
@@ -54,6 +55,12 @@ class Op(IntEnum):
     NACK = 9
     # job_id, attempt, lease_ms → lease_expires_at
     EXTEND = 10
+    # queue or None, max, max_bytes → [DeadLetter, …], oldest first, none given to anybody else
+    DRAIN = 11
+    # op id of a DRAIN, n → None. Only its first n records go into the answer, the rest is there again.
+    KEEP = 12
+    # queues → for each, whether it has jobs or dead letters
+    KNOWN = 13
 
 
 class Outcome(IntEnum):
@@ -81,6 +88,17 @@ class EnqueueJob(NamedTuple):
     due_ms: int  # 0: at once
     key: str | None  # idempotency key
     body: bytes  # a serialised Job without id, enqueued_at, attempt and lease_expires_at
+
+
+class DeadLetter(NamedTuple):
+    """One dead letter handed out by a drain."""
+
+    job_id: bytes
+    cause: int
+    failed_at_ms: int
+    final_attempt: int
+    reason: str | None
+    body: bytes
 
 
 class LeasedJob(NamedTuple):

@@ -128,7 +128,8 @@ class _QueueName(NamedTuple):
     field: bytes  # `Job.queue`, with its tag
 
 
-def _never(queue: str) -> bool:
+def never_known(queue: str) -> bool:
+    """Outside of strict mode nobody asks."""
     return False
 
 
@@ -145,7 +146,7 @@ def check_batch(request: EnqueueBatchRequest, config: Config) -> Refusal | None:
 
 
 def admit(
-    request: EnqueueRequest, config: Config, now_ms: int, is_known: IsKnown = _never
+    request: EnqueueRequest, config: Config, now_ms: int, is_known: IsKnown = never_known
 ) -> EnqueueJob | JobRejection:
     """Checks 1 to 10 of one job: the job for its shard, defaults and clamps applied, or its rejection.
 
@@ -348,7 +349,7 @@ def _queue_name_fault(queue: str) -> str | None:
 # ---- reserve
 
 
-def check_reserve(request: ReserveRequest, config: Config, is_known: IsKnown = _never) -> ReserveTerms | Refusal:
+def check_reserve(request: ReserveRequest, config: Config, is_known: IsKnown = never_known) -> ReserveTerms | Refusal:
     """The terms of a Reserve.
 
     Refused with INVALID_ARGUMENT when malformed, with FAILED_PRECONDITION when strict mode knows one

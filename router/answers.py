@@ -24,6 +24,7 @@ from common.queue_pb2 import (
     JobRejection,
     JobValidationError,
 )
+from common.wire import DeadLetter
 from router.rejections import duration
 
 PROTOCOL_VERSIONS = ("v1",)
@@ -165,3 +166,35 @@ def server_info(config: Config, now_ms: int, version: str) -> bytes:
         strict_queues=config.server.strict_queues,
         dead_letter_retention_enabled=config.storage.dead_letter_retention_ms > 0,
     ).SerializeToString()
+
+
+def drain_answer(letters: Iterable[DeadLetter]) -> bytes:
+    """A DrainDeadLettersResponse. A record's job shows its last delivery; its lease's end means nothing."""
+    parts: list[bytes] = []
+    for job_id, cause, failed_at_ms, final_attempt, reason, body in letters:
+        failed_at = _timestamp(failed_at_ms)
+        attempt = varint(final_attempt)
+        rest = b"%b%b2%b8%bJ%b" % (
+            _ID,
+            job_ids.text(job_id).encode(),
+            _timestamp(job_ids.accepted_at_ms(job_id)),
+            attempt,
+            failed_at,
+        )
+        last_reason = b"" if reason is None else _text_field(b"\x2a", reason)
+        record = b"\x0a%b%b%b\x10%b\x1a%b\x20%b%b" % (
+            varint(len(body) + len(rest)),
+            body,
+            rest,
+            varint(cause),
+            failed_at,
+            attempt,
+            last_reason,
+        )
+        parts += (b"\x0a", varint(len(record)), record)
+    return b"".join(parts)
+
+
+def _text_field(tag: bytes, text: str) -> bytes:
+    encoded = text.encode()
+    return tag + varint(len(encoded)) + encoded

@@ -7,12 +7,12 @@ in here blocks, so the shell can hold one lock around it.
 
 The way of a call: `arrived` checks the key and the request (`admission`), then a flow takes it. A
 flow sends operations to shards through `outbound`, gets their results or hears that they were lost,
-and ends with one reply or failure. The flows are in `flows`, that of Reserve in `polls`.
+and ends with one reply or failure. The flows are in `flows`, those that hand something out in `polls` and `drains`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from hmac import compare_digest
 from typing import Any, NamedTuple, Protocol
@@ -24,8 +24,9 @@ from common.config import Config
 from common.slots import slot_of
 from common.wire import EnqueueJob, Op, unpack
 from router import admission, answers
-from router.admission import Refusal
-from router.flows import EnqueueFlow, LeaseFlow, Part
+from router.admission import IsKnown, Refusal
+from router.drains import DrainFlow
+from router.flows import AtomicFlow, EnqueueFlow, KnownFlow, LeaseFlow, Part
 from router.front import Call, Status
 from router.outbound import Outbound
 from router.polls import Poll
@@ -50,6 +51,19 @@ class Reply(NamedTuple):
     answer: bytes | None
     status: Status
     text: str
+
+
+class Watched(Protocol):
+    """A call whose answer hands something out that comes back when nobody receives it."""
+
+    def closed(self) -> None:
+        """The call has ended without an answer."""
+
+    def answer_left(self, left: bool) -> None:
+        """The answer was written to the connection, or could not be."""
+
+    def stop_waiting(self) -> None:
+        """The server stops: answer soon."""
 
 
 class Timed(Protocol):
@@ -83,15 +97,18 @@ class Core:
         self._owners = owners
         self._op_id = first_op_id
         self.random_bytes = random_bytes
-        self._polls: dict[int, Poll] = {}  # by id() of their call
+        # Calls whose end the front tells of, by id() of the call.
+        self._watched: dict[int, Watched] = {}
         self._timers: list[tuple[int, int, Timed]] = []
         self._timer_count = 0
         self._methods: dict[str, Callable[[Call], None]] = {
             "EnqueueBatch": self._enqueue_batch,
+            "EnqueueAtomic": self._enqueue_atomic,
             "Reserve": self._reserve,
             "Ack": self._ack,
             "Nack": self._nack,
             "Extend": self._extend,
+            "DrainDeadLetters": self._drain_dead_letters,
             "GetServerInfo": self._server_info,
         }
 
@@ -116,17 +133,17 @@ class Core:
     def closed(self, call: Call, now: Moment) -> None:
         """A watched call ended before it was answered."""
         self.now = now
-        poll = self._polls.pop(id(call), None)
-        if poll is not None:
-            poll.closed()
+        watched = self._watched.pop(id(call), None)
+        if watched is not None:
+            watched.closed()
         self._pump()
 
     def answer_left(self, call: Call, left: bool, now: Moment) -> None:
         """The answer of a watched call was written to its connection, or could not be."""
         self.now = now
-        poll = self._polls.pop(id(call), None)
-        if poll is not None:
-            poll.answer_left(left)
+        watched = self._watched.pop(id(call), None)
+        if watched is not None:
+            watched.answer_left(left)
         self._pump()
 
     def envelope(self, message: bytes, now: Moment) -> None:
@@ -175,8 +192,8 @@ class Core:
         """The server stops: waiting polls are answered with nothing, and no poll waits any more."""
         self.now = now
         self.draining = True
-        for poll in list(self._polls.values()):
-            poll.stop_waiting()
+        for watched in list(self._watched.values()):
+            watched.stop_waiting()
         self._pump()
 
     # -- for flows ----------------------------------------------------------------------------
@@ -199,7 +216,7 @@ class Core:
         timed.timer_at = at_ms
         self._timer_count += 1
         heappush(self._timers, (at_ms, self._timer_count, timed))
-        if len(self._timers) > 2 * len(self._polls) + 4096:
+        if len(self._timers) > 2 * len(self._watched) + 4096:
             # Most waits end before their time: drop their timers, or the heap would grow with the
             # rate of calls times their wait.
             self._timers = [timer for timer in self._timers if timer[2].timer_at == timer[0]]
@@ -228,7 +245,7 @@ class Core:
     def _refuse(self, call: Call, refusal: Refusal) -> None:
         self.fail(call, refusal.status, refusal.text)
 
-    def _is_busy(self, call: Call, shards: list[int]) -> bool:
+    def _is_busy(self, call: Call, shards: Iterable[int]) -> bool:
         capacity = self.config.storage.command_queue_capacity
         for shard in shards:
             if self.shards[shard].is_full(capacity):
@@ -237,13 +254,66 @@ class Core:
                 return True
         return False
 
-    def _enqueue_batch(self, call: Call) -> None:
+    def _when_known(self, call: Call, queues: Iterable[str], then: Callable[[IsKnown], None]) -> None:
+        """Go on once it is known which undeclared queues exist all the same; only strict mode has to ask."""
+        unsure = set()
+        if self.config.server.strict_queues:
+            unsure = {queue for queue in queues if not self.config.effective(queue).declared}
+        if not unsure:
+            then(admission.never_known)
+            return
+        by_shard: dict[int, list[str]] = {}
+        for queue in sorted(unsure):
+            by_shard.setdefault(self.shard_of(queue), []).append(queue)
+        if not self._is_busy(call, by_shard):
+            KnownFlow(self, call, by_shard, then).begin()
+
+    def _batch(self, call: Call) -> queue_pb2.EnqueueBatchRequest | None:
+        """The request of an enqueue; None when it was refused as a whole."""
         request = queue_pb2.EnqueueBatchRequest.FromString(call.request)
         refusal = admission.check_batch(request, self.config)
         if refusal is not None:
             self._refuse(call, refusal)
-            return
-        jobs = [admission.admit(job, self.config, self.now.wall_ms) for job in request.jobs]
+            return None
+        return request
+
+    def _enqueue_batch(self, call: Call) -> None:
+        request = self._batch(call)
+        if request is not None:
+            self._when_known(
+                call, (job.queue for job in request.jobs), lambda is_known: self._admit_batch(call, request, is_known)
+            )
+
+    def _admit_batch(self, call: Call, request: queue_pb2.EnqueueBatchRequest, is_known: IsKnown) -> None:
+        jobs, parts = self._admitted(request, is_known)
+        rejected = [None if isinstance(job, EnqueueJob) else job for job in jobs]
+        if not self._is_busy(call, parts):
+            EnqueueFlow(self, call, rejected, parts).begin()
+
+    def _enqueue_atomic(self, call: Call) -> None:
+        request = self._batch(call)
+        if request is not None:
+            self._when_known(
+                call, (job.queue for job in request.jobs), lambda is_known: self._admit_atomic(call, request, is_known)
+            )
+
+    def _admit_atomic(self, call: Call, request: queue_pb2.EnqueueBatchRequest, is_known: IsKnown) -> None:
+        jobs, parts = self._admitted(request, is_known)
+        errors = [(index, job) for index, job in enumerate(jobs) if not isinstance(job, EnqueueJob)]
+        if errors:
+            self.reply(call, answers.atomic_rejection(errors))
+        elif len(parts) > 1:
+            text = "the jobs of this batch live on several shards, which this version cannot do atomically"
+            self.fail(call, Status.UNIMPLEMENTED, text)
+        elif not self._is_busy(call, parts):
+            ((shard, part),) = parts.items()
+            AtomicFlow(self, call, shard, part).begin()
+
+    def _admitted(
+        self, request: queue_pb2.EnqueueBatchRequest, is_known: IsKnown
+    ) -> tuple[list[EnqueueJob | queue_pb2.JobRejection], dict[int, Part]]:
+        """The jobs of a batch as they were admitted or rejected, and the admitted ones by shard."""
+        jobs = [admission.admit(job, self.config, self.now.wall_ms, is_known) for job in request.jobs]
         parts: dict[int, Part] = {}
         for index, job in enumerate(jobs):
             if isinstance(job, EnqueueJob):
@@ -252,20 +322,32 @@ class Core:
                 if part is None:
                     part = parts[shard] = Part()
                 part.add(index, job)
-        rejected = [None if isinstance(job, EnqueueJob) else job for job in jobs]
-        if not self._is_busy(call, list(parts)):
-            EnqueueFlow(self, call, rejected, parts).begin()
+        return jobs, parts
 
     def _reserve(self, call: Call) -> None:
-        terms = admission.check_reserve(queue_pb2.ReserveRequest.FromString(call.request), self.config)
+        request = queue_pb2.ReserveRequest.FromString(call.request)
+        self._when_known(call, request.queues, lambda is_known: self._begin_poll(call, request, is_known))
+
+    def _begin_poll(self, call: Call, request: queue_pb2.ReserveRequest, is_known: IsKnown) -> None:
+        terms = admission.check_reserve(request, self.config, is_known)
+        if isinstance(terms, Refusal):
+            self._refuse(call, terms)
+        elif not self._is_busy(call, {self.shard_of(queue): None for queue in terms.queues}):
+            poll = Poll(self, call, terms)
+            self._watched[id(call)] = poll
+            poll.begin()
+
+    def _drain_dead_letters(self, call: Call) -> None:
+        request = queue_pb2.DrainDeadLettersRequest.FromString(call.request)
+        terms = admission.check_drain(request, self.config)
         if isinstance(terms, Refusal):
             self._refuse(call, terms)
             return
-        if self._is_busy(call, list(dict.fromkeys(self.shard_of(queue) for queue in terms.queues))):
-            return
-        poll = Poll(self, call, terms)
-        self._polls[id(call)] = poll
-        poll.begin()
+        shards = range(len(self.shards)) if terms.queue is None else [self.shard_of(terms.queue)]
+        if not self._is_busy(call, shards):
+            drain = DrainFlow(self, call, terms, shards)
+            self._watched[id(call)] = drain
+            drain.begin()
 
     def _ack(self, call: Call) -> None:
         terms = admission.check_ack(queue_pb2.AckRequest.FromString(call.request))

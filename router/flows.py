@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from common.queue_pb2 import JobRejection
 from common.wire import EnqueueJob, EnqueueOutcome, Op, Outcome
 from router import answers, rejections
+from router.admission import IsKnown
 from router.front import Call, Status
 from router.outbound import Pending
 
@@ -101,6 +102,94 @@ class EnqueueFlow:
         return Status.ABORTED, text
 
 
+class AtomicFlow:
+    """An EnqueueAtomic whose jobs live on one shard: one operation, all or nothing there."""
+
+    def __init__(self, core: Core, call: Call, shard: int, part: Part) -> None:
+        self.timer_at = 0
+        self._core = core
+        self._call = call
+        self._shard = shard
+        self._part = part
+        self._pending: Pending | None = None
+
+    def begin(self) -> None:
+        core = self._core
+        entropy = core.random_bytes(_RANDOM_BYTES_PER_JOB * len(self._part.jobs))
+        operation = [core.next_op_id(), Op.ENQUEUE_ATOMIC, entropy, self._part.jobs]
+        self._pending = core.shards[self._shard].add(operation, self, self._part.size)
+
+    def result(self, op_id: int, status: int, data: Any) -> None:
+        self.timer_at = 0
+        if status != Status.OK:
+            self._core.fail(self._call, Status(status), data)
+            return
+        committed, outcomes = data
+        jobs = self._part.jobs
+        if committed:
+            accepted = [(outcome, False) if isinstance(outcome, bytes) else (outcome[1], True) for outcome in outcomes]
+            self._core.reply(self._call, answers.atomic_answer(accepted))
+        else:
+            errors = [(index, _rejection(jobs[index], outcome)) for index, outcome in outcomes]
+            self._core.reply(self._call, answers.atomic_rejection(errors))
+
+    def lost(self, op_id: int) -> None:
+        self.timer_at = 0
+        text = f"shard {self._shard} ended meanwhile: the batch may have been stored"
+        self._core.fail(self._call, Status.ABORTED, text)
+
+    def hold(self) -> None:
+        if not self.timer_at:
+            self._core.set_timer(self, self._core.hold_until(self._call))
+
+    def timer_fired(self) -> None:
+        assert self._pending is not None
+        if self._core.shards[self._shard].withdraw(self._pending):
+            self._core.fail(self._call, Status.UNAVAILABLE, f"shard {self._shard} is down: nothing was stored")
+
+
+class KnownFlow:
+    """Asks shards which queues have jobs or dead letters, and then goes on with a call in strict mode."""
+
+    def __init__(self, core: Core, call: Call, by_shard: dict[int, list[str]], then: Callable[[IsKnown], None]) -> None:
+        self.timer_at = 0
+        self._core = core
+        self._call = call
+        self._by_shard = by_shard
+        self._then = then
+        self._pending: dict[int, tuple[int, Pending]] = {}  # op id: shard, operation
+        self._known: set[str] = set()
+
+    def begin(self) -> None:
+        for shard, queues in self._by_shard.items():
+            self._ask(shard, queues)
+
+    def result(self, op_id: int, status: int, data: Any) -> None:
+        shard, _ = self._pending.pop(op_id)
+        self._known.update(queue for queue, known in zip(self._by_shard[shard], data, strict=True) if known)
+        if not self._pending:
+            self.timer_at = 0
+            self._then(self._known.__contains__)
+
+    def lost(self, op_id: int) -> None:
+        shard, _ = self._pending.pop(op_id)
+        self._ask(shard, self._by_shard[shard])  # a question does no harm twice
+
+    def hold(self) -> None:
+        if not self.timer_at:
+            self._core.set_timer(self, self._core.hold_until(self._call))
+
+    def timer_fired(self) -> None:
+        withdrawn = [shard for shard, pending in self._pending.values() if self._core.shards[shard].withdraw(pending)]
+        if withdrawn:
+            self._core.fail(self._call, Status.UNAVAILABLE, f"shard {withdrawn[0]} is down: nothing was done")
+
+    def _ask(self, shard: int, queues: list[str]) -> None:
+        op_id = self._core.next_op_id()
+        pending = self._core.shards[shard].add([op_id, Op.KNOWN, queues], self)
+        self._pending[op_id] = shard, pending
+
+
 class LeaseFlow:
     """An Ack, Nack or Extend: one operation on the shard that the job's id names."""
 
@@ -142,9 +231,11 @@ def _outcome(job: EnqueueJob, outcome: EnqueueOutcome) -> answers.Outcome:
     """The shard's word on one job, as an answer says it."""
     if isinstance(outcome, bytes):
         return outcome
+    return (outcome[1], True) if outcome[0] == Outcome.DEDUPLICATED else _rejection(job, outcome)
+
+
+def _rejection(job: EnqueueJob, outcome: list[Any]) -> JobRejection:
     match outcome[0]:
-        case Outcome.DEDUPLICATED:
-            return outcome[1], True
         case Outcome.QUEUE_FULL:
             return rejections.queue_full(job.queue, outcome[1])
         case Outcome.QUEUE_CLOSING:

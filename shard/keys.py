@@ -180,6 +180,11 @@ def queue_key(slot: int, queue: int) -> bytes:
     return _QUEUE_KEY.pack(slot, queue)
 
 
+def queue_end(slot: int, queue: int) -> bytes:
+    """The first key after all keys of a queue, in the families whose keys go on with the queue."""
+    return _QUEUE_KEY.pack(slot, queue + 1)
+
+
 def read_queue_key(key: bytes) -> tuple[int, int]:
     return _QUEUE_KEY.unpack(key)
 

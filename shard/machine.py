@@ -32,18 +32,19 @@ process stops, and its successor starts from the disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import IntEnum
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 from zlib import crc32
 
 from common import job_ids
 from common.config import Config, QueueLimits
 from common.slots import slot_of
-from common.wire import EnqueueOutcome, LeasedJob, Op, Operation, Outcome, Result, Strategy
+from common.wire import EnqueueJob, EnqueueOutcome, LeasedJob, Op, Operation, Outcome, Result, Strategy
 from shard import keys
+from shard.dead_letters import DeadLetterCause, DeadLetters
+from shard.dedup import DedupKeys
 from shard.ready import EXHAUSTED, Lane, WindowBudget
+from shard.state import PRIORITIES, Instant, Lease, Queue, Slot
 from shard.store import Family, Store
 from shard.timers import SlotTimers
 from shard.waiting import Waiter, WaitingRoom
@@ -53,7 +54,6 @@ OK = 0
 NOT_FOUND = 5
 FAILED_PRECONDITION = 9
 
-PRIORITIES = 10
 # Sequence numbers are drawn from blocks, so that their limit is stored once per
 # block and not with every job; a restart skips what is left of a block.
 SEQUENCE_BLOCK = 65_536
@@ -62,89 +62,6 @@ JOB_OVERHEAD_BYTES = 96
 # Timers of one kind that one `tick` acts on: about 5 ms of work, so that a million timers that fall
 # due at once leave room for calls in between. `storage.sweep_limit` can lower it.
 TICK_LIMIT = 256
-
-
-class Instant(NamedTuple):
-    """One moment, on both clocks, in milliseconds."""
-
-    wall_ms: int
-    mono_ms: int
-
-
-class DeadLetterCause(IntEnum):
-    """As in the protocol's enumeration of the same name."""
-
-    ATTEMPTS_EXHAUSTED = 1
-    REJECTED = 2
-    LEASE_EXPIRED = 3
-    ADMIN = 4
-
-
-class Queue:
-    """A queue that has something stored. Counters are those of its record in the store."""
-
-    __slots__ = ("dead", "dirty", "keys", "lanes", "leased", "name", "number", "ready", "scheduled", "slot")
-
-    def __init__(self, slot: int, number: int, name: str) -> None:
-        self.slot = slot
-        self.number = number
-        self.name = name
-        self.ready = 0
-        self.scheduled = 0
-        self.leased = 0
-        self.dead = 0
-        self.keys = 0
-        self.lanes: list[Lane | None] = [None] * PRIORITIES  # by 9 - priority
-        self.dirty = False
-
-    @property
-    def depth(self) -> int:
-        """Live jobs: what `max_queue_depth` caps."""
-        return self.ready + self.scheduled + self.leased
-
-
-class Slot:
-    """Where a slot's numbers stand."""
-
-    __slots__ = ("next_queue", "next_sequence", "number", "sequence_limit")
-
-    def __init__(self, number: int, sequence_limit: int, next_queue: int) -> None:
-        self.number = number
-        self.next_sequence = sequence_limit
-        self.sequence_limit = sequence_limit
-        self.next_queue = next_queue
-
-
-class Lease:
-    """One job that is out. `deadline` is monotonic, `expires_ms` is what the client was told."""
-
-    __slots__ = (
-        "attempt",
-        "deadline",
-        "expires_ms",
-        "inverted",
-        "job_id",
-        "lease_ms",
-        "max_attempts",
-        "op_id",
-        "queue",
-        "sequence",
-    )
-
-    def __init__(self, queue: Queue, inverted: int, sequence: int, job_id: bytes) -> None:
-        self.queue = queue
-        self.inverted = inverted
-        self.sequence = sequence
-        self.job_id = job_id
-        self.attempt = 0
-        self.max_attempts = 0
-        self.deadline = 0
-        self.expires_ms = 0
-        self.lease_ms = 0
-        self.op_id = 0
-
-    def job_key(self) -> bytes:
-        return keys.job_key(self.queue.slot, self.queue.number, self.inverted, self.sequence)
 
 
 class Machine:
@@ -167,9 +84,11 @@ class Machine:
         # Reserves whose answers routers have not confirmed: router, ids of the jobs.
         self._claims: dict[int, tuple[str, list[bytes]]] = {}
         self._waiting = WaitingRoom()
+        self._dead = DeadLetters(store)
         self._budget = WindowBudget()
         self._handlers: dict[int, Callable[[str, Operation], None]] = {
             Op.ENQUEUE: self._enqueue,
+            Op.ENQUEUE_ATOMIC: self._enqueue_atomic,
             Op.RESERVE: self._reserve,
             Op.WATCH: self._watch,
             Op.CANCEL: self._cancel,
@@ -178,6 +97,9 @@ class Machine:
             Op.ACK: self._ack,
             Op.NACK: self._nack,
             Op.EXTEND: self._extend,
+            Op.DRAIN: self._drain,
+            Op.KEEP: self._keep,
+            Op.KNOWN: self._known,
         }
         self._load()
 
@@ -197,6 +119,7 @@ class Machine:
                 self._expire_leases(limit),
                 self._promote(limit),
                 self._expire_keys(limit),
+                self._expire_dead_letters(limit),
             ]
         )
 
@@ -204,7 +127,9 @@ class Machine:
         """How long the shell may sleep at most, in ms; None when no timer is set."""
         self._advance(now)
         expiry = self._next_expiry()
-        wall = [due for due in (self._scheduled.next_due(), self._key_expiry.next_due()) if due is not None]
+        oldest = self._dead.oldest_failed_at()
+        kept_until = None if oldest is None else oldest + self._config.storage.dead_letter_retention_ms
+        wall = [due for due in (self._scheduled.next_due(), self._dedup.next_due(), kept_until) if due is not None]
         sleeps = [due - self._now.wall_ms for due in wall]
         if expiry is not None:
             sleeps.append(expiry - self._now.mono_ms)
@@ -247,6 +172,7 @@ class Machine:
         self._advance(now)
         for op_id in self._waiting.of_router(router):
             self._remove_waiter(op_id)
+        self._dead.router_gone(router)
         for op_id in [op_id for op_id, (owner, _) in self._claims.items() if owner == router]:
             for lease in self._unconfirmed(op_id):
                 if lease.attempt < lease.max_attempts:
@@ -285,7 +211,10 @@ class Machine:
             self._load_lease(key, keys.read_lease_value(value))
         heapify(self._expiries)
         self._scheduled = SlotTimers(Family.SCHEDULED, store, self._slots)
-        self._key_expiry = SlotTimers(Family.DEDUP_EXPIRY, store, self._slots)
+        self._dedup = DedupKeys(store, self._slots)
+        for queue in self._queues.values():
+            if queue.dead:
+                self._dead.load(queue)
 
     def _all(self, family: Family) -> list[tuple[bytes, bytes]]:
         return self._store.scan(family, b"", b"\xff" * 8, 1 << 62)
@@ -310,29 +239,67 @@ class Machine:
         op_id, _, entropy, jobs = operation
         outcomes: list[EnqueueOutcome] = []
         stirred: dict[str, Queue] = {}
-        for index, (name, priority, max_attempts, due_ms, key, body) in enumerate(jobs):
-            limits = self._config.effective(name)
+        for index, job in enumerate(jobs):
+            name, key = job[0], job[4]
             queue = self._queues.get(name)
             outcome: EnqueueOutcome | None = None
             if key is not None and queue is not None:
-                outcome = self._duplicate_of(queue, key)
+                outcome = self._duplicate(queue, key)
             if outcome is None:
-                cap = limits.max_queue_depth
+                cap = self._config.effective(name).max_queue_depth
                 if cap is not None and (0 if queue is None else queue.depth) >= cap:
                     outcome = [Outcome.QUEUE_FULL, cap]
-            if outcome is None:
-                if queue is None:
-                    queue = self._new_queue(name)
-                random = int.from_bytes(entropy[3 * index : 3 * index + 3], "big") & 0x3FFFF
-                outcome = self._store_job(queue, priority, max_attempts, due_ms, body, random)
-                if key is not None:
-                    self._store_key(queue, key, outcome, limits)
-                if queue.ready:
-                    stirred[name] = queue
-            outcomes.append(outcome)
+            outcomes.append(self._admit(job, index, entropy, stirred) if outcome is None else outcome)
         self.results.append((router, [op_id, OK, outcomes]))
-        for queue in stirred.values():
-            self._serve(queue)
+        self._serve_all(stirred.values())
+
+    def _enqueue_atomic(self, router: str, operation: Operation) -> None:
+        """All or nothing: capacity is checked for the batch as a whole, duplicates counted as new jobs."""
+        op_id, _, entropy, jobs = operation
+        refusals = self._refusals(jobs)
+        if refusals:
+            self.results.append((router, [op_id, OK, [False, refusals]]))
+            return
+        outcomes: list[EnqueueOutcome] = []
+        stirred: dict[str, Queue] = {}
+        for index, job in enumerate(jobs):
+            name, key = job[0], job[4]
+            queue = self._queues.get(name)
+            duplicate = self._duplicate(queue, key) if key is not None and queue is not None else None
+            outcomes.append(self._admit(job, index, entropy, stirred) if duplicate is None else duplicate)
+        self.results.append((router, [op_id, OK, [True, outcomes]]))
+        self._serve_all(stirred.values())
+
+    def _refusals(self, jobs: list[EnqueueJob]) -> list[tuple[int, EnqueueOutcome]]:
+        """Why an atomic batch cannot be stored: every job at fault, with its index."""
+        wanted: dict[str, int] = {}
+        for job in jobs:
+            wanted[job[0]] = wanted.get(job[0], 0) + 1
+        refused: dict[str, EnqueueOutcome] = {}
+        for name, count in wanted.items():
+            cap = self._config.effective(name).max_queue_depth
+            queue = self._queues.get(name)
+            if cap is not None and (0 if queue is None else queue.depth) + count > cap:
+                refused[name] = [Outcome.QUEUE_FULL, cap]
+        return [(index, refused[job[0]]) for index, job in enumerate(jobs) if job[0] in refused]
+
+    def _duplicate(self, queue: Queue, key: str) -> EnqueueOutcome | None:
+        job_id = self._dedup.find(queue, key, self._now.wall_ms)
+        return None if job_id is None else [Outcome.DEDUPLICATED, job_id]
+
+    def _admit(self, job: EnqueueJob, index: int, entropy: bytes, stirred: dict[str, Queue]) -> bytes:
+        """Store a job that nothing speaks against; queues that have something to hand out are noted."""
+        name, priority, max_attempts, due_ms, key, body = job
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._new_queue(name)
+        random = int.from_bytes(entropy[3 * index : 3 * index + 3], "big") & 0x3FFFF
+        job_id = self._store_job(queue, priority, max_attempts, due_ms, body, random)
+        if key is not None:
+            self._dedup.remember(queue, key, job_id, self._now.wall_ms + self._config.effective(name).dedup_window_ms)
+        if queue.ready:
+            stirred[name] = queue
+        return job_id
 
     def _store_job(
         self, queue: Queue, priority: int, max_attempts: int, due_ms: int, body: bytes, random: int
@@ -366,45 +333,6 @@ class Machine:
         self._scheduled.note(queue.slot, due_ms)
         queue.scheduled += 1
         self._touch(queue)
-
-    # -- idempotency --------------------------------------------------------------------------
-
-    def _duplicate_of(self, queue: Queue, key: str) -> EnqueueOutcome | None:
-        value = self._store.get(Family.DEDUP, keys.dedup_key(queue.slot, queue.number, key.encode()))
-        if value is None:
-            return None
-        deadline_ms, job_id = keys.read_dedup_value(value)
-        return [Outcome.DEDUPLICATED, job_id] if deadline_ms > self._now.wall_ms else None
-
-    def _store_key(self, queue: Queue, key: str, outcome: EnqueueOutcome, limits: QueueLimits) -> None:
-        """Remember a job under its key; the deadline is fixed here, whatever the window becomes later."""
-        assert isinstance(outcome, bytes)
-        encoded = key.encode()
-        dedup_key = keys.dedup_key(queue.slot, queue.number, encoded)
-        earlier = self._store.get(Family.DEDUP, dedup_key)
-        if earlier is None:
-            queue.keys += 1
-        else:  # expired, and not yet swept
-            expired_ms, _ = keys.read_dedup_value(earlier)
-            stale = keys.dedup_expiry_key(queue.slot, expired_ms, queue.number, encoded)
-            self._store.delete(Family.DEDUP_EXPIRY, stale)
-        deadline_ms = self._now.wall_ms + limits.dedup_window_ms
-        self._store.put(Family.DEDUP, dedup_key, keys.dedup_value(deadline_ms, outcome))
-        expiry_key = keys.dedup_expiry_key(queue.slot, deadline_ms, queue.number, encoded)
-        self._store.put(Family.DEDUP_EXPIRY, expiry_key, b"")
-        self._key_expiry.note(queue.slot, deadline_ms)
-        self._touch(queue)
-
-    def _expire_keys(self, limit: int) -> bool:
-        rows = self._key_expiry.due(self._now.wall_ms, limit)
-        for expiry_key, _ in rows:
-            slot, _, number, key = keys.read_dedup_expiry_key(expiry_key)
-            self._store.delete(Family.DEDUP_EXPIRY, expiry_key)
-            self._store.delete(Family.DEDUP, keys.dedup_key(slot, number, key))
-            queue = self._by_number[slot, number]
-            queue.keys -= 1
-            self._touch(queue)
-        return bool(rows)
 
     # -- reserve ------------------------------------------------------------------------------
 
@@ -442,6 +370,10 @@ class Machine:
             queue = self._queues.get(waiter.promised)
             if queue is not None and queue.ready:
                 self._serve(queue)
+
+    def _serve_all(self, queues: Iterable[Queue]) -> None:
+        for queue in queues:
+            self._serve(queue)
 
     def _serve(self, queue: Queue) -> None:
         """Hand ready jobs of a queue to those who wait for them, first come, first served."""
@@ -549,12 +481,16 @@ class Machine:
     def _confirm(self, router: str, operation: Operation) -> None:
         for op_id in operation[2]:
             self._claims.pop(op_id, None)
+            for queue in self._dead.confirm(op_id):
+                queue.dead -= 1
+                self._touch(queue)
 
     def _give_back(self, router: str, operation: Operation) -> None:
         """Answers that never reach their client: the jobs are ready again as if nobody had reserved them."""
         for op_id in operation[2]:
             for lease in self._unconfirmed(op_id):
                 self._return(lease)
+            self._dead.give_back(op_id)
 
     def _unconfirmed(self, op_id: int) -> list[Lease]:
         _, job_ids_ = self._claims.pop(op_id, ("", []))
@@ -673,9 +609,8 @@ class Machine:
         self._store.delete(Family.JOBS, key)
         if record is not None:
             queue = lease.queue
-            dead_key = keys.dead_key(queue.slot, queue.number, self._now.wall_ms, lease.sequence)
             value = keys.dead_value(lease.job_id, lease.attempt, cause, reason, record[keys.JOB_HEAD_BYTES :])
-            self._store.put(Family.DEAD, dead_key, value)
+            self._dead.add(queue, self._now.wall_ms, lease.sequence, value)
             queue.dead += 1
 
     def _end_lease(self, lease: Lease) -> None:
@@ -689,6 +624,43 @@ class Machine:
             if not claim[1]:
                 del self._claims[lease.op_id]
 
+    # -- dead letters -------------------------------------------------------------------------
+
+    def _drain(self, router: str, operation: Operation) -> None:
+        op_id, _, name, count, max_bytes = operation
+        queue = None if name is None else self._queues.get(name)
+        if name is not None and queue is None:
+            letters = []
+        else:
+            letters = self._dead.hand_out(router, op_id, queue, count, max_bytes)
+        self.results.append((router, [op_id, OK, letters]))
+
+    def _keep(self, router: str, operation: Operation) -> None:
+        self._dead.keep(operation[2], operation[3])
+        self.results.append((router, [operation[0], OK, None]))
+
+    def _expire_dead_letters(self, limit: int) -> bool:
+        before_ms = self._now.wall_ms - self._config.storage.dead_letter_retention_ms
+        queues = self._dead.expire(before_ms, limit)
+        for queue in queues:
+            queue.dead -= 1
+            self._touch(queue)
+        return bool(queues)
+
+    def _expire_keys(self, limit: int) -> bool:
+        removed = self._dedup.expire(self._now.wall_ms, limit)
+        for place in removed:
+            queue = self._by_number[place]
+            queue.keys -= 1
+            self._touch(queue)
+        return bool(removed)
+
+    def _known(self, router: str, operation: Operation) -> None:
+        """Strict mode lets undeclared queues pass that came to be before it: those with jobs or dead letters."""
+        found = [self._queues.get(name) for name in operation[2]]
+        known = [queue is not None and bool(queue.depth or queue.dead) for queue in found]
+        self.results.append((router, [operation[0], OK, known]))
+
     # -- schedules ----------------------------------------------------------------------------
 
     def _promote(self, limit: int) -> bool:
@@ -701,8 +673,7 @@ class Machine:
             queue.scheduled -= 1
             self._make_ready(queue, inverted, sequence, record)
             stirred[queue.name] = queue
-        for queue in stirred.values():
-            self._serve(queue)
+        self._serve_all(stirred.values())
         return bool(rows)
 
     # -- records ------------------------------------------------------------------------------

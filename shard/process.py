@@ -29,7 +29,8 @@ from common.control import (
     one_line,
 )
 from shard.commit import Answers, GroupCommit
-from shard.machine import Instant, Machine
+from shard.machine import Machine
+from shard.state import Instant
 from shard.store import Store, StoreBusy, StoreError
 from shard.store_rocks import RocksStore, StoreOptions
 

@@ -47,7 +47,7 @@ QUEUE_LIKE = frozenset({Family.JOBS, Family.SCHEDULED, Family.LEASES, Family.DED
 LOOKED_UP = frozenset({Family.LEASES, Family.DEDUP})
 BLOOM_BITS_PER_KEY = 10
 # A deletion in a memtable slows a scan until it is flushed, so the queue-like families have small ones.
-# Smaller still, and a memtable is switched so often that flushes cannot keep up with large payloads.
+# Not smaller still: large payloads fill them too, and a switch to the next one can wait for a sync.
 QUEUE_MEMTABLE_BYTES = 8 << 20
 MEMTABLE_BYTES = 16 << 20
 # Memtables of a family that may wait for their flush before writes are refused, the one in use among them.
@@ -93,8 +93,11 @@ class RocksStore(Store):
         self._syncs = options.persist_mode != "buffer"
         self._write_options = WriteOptions()
         self._write_options.no_slowdown = True
-        _make_directory(directory)
-        _refuse_headless(directory)
+        try:
+            _make_directory(directory)
+            _refuse_headless(directory)
+        except OSError as error:
+            raise _failed(directory, "preparing", error) from error
         self._database = _open_database(directory, options)
         self._families = [self._database.get_column_family(_name(family)) for family in Family]
         self._handles = [self._database.get_column_family_handle(_name(family)) for family in Family]
@@ -275,17 +278,14 @@ def _family_options(family: Family, cache: Cache) -> Options:
 
 def _make_directory(directory: Path) -> None:
     """Create the directory and sync its name, or a power loss could take a new store away whole."""
+    if directory.is_dir():
+        return
+    directory.mkdir(parents=True)
+    parent = os.open(directory.parent, os.O_RDONLY)
     try:
-        if directory.is_dir():
-            return
-        directory.mkdir(parents=True)
-        parent = os.open(directory.parent, os.O_RDONLY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
-    except OSError as error:
-        raise _failed(directory, "creating", error) from error
+        os.fsync(parent)
+    finally:
+        os.close(parent)
 
 
 def _refuse_headless(directory: Path) -> None:

@@ -67,8 +67,9 @@ class RocksBench:
     def refuse_writes(self, refused: bool) -> None:
         """With one file in its first level a family stops all writes, if that is set to be too many."""
         dead = self.store._families[Family.DEAD]
-        dead.put(b"one file", b"")
-        dead.flush()
+        if refused:
+            dead.put(b"one file", b"")
+            dead.flush()
         files = "1" if refused else "100"
         dead.set_options({"level0_slowdown_writes_trigger": files, "level0_stop_writes_trigger": files})
 
@@ -758,7 +759,7 @@ def test_a_scan_over_a_damaged_table_fails_and_does_not_end_early(crashed: Path)
 
 
 def test_a_mark_that_is_damaged_says_nothing(crashed: Path) -> None:
-    flip(crashed / "durable-sequence", 0)
+    flip(crashed / "durable-sequence", 7)
     with opened(crashed) as store:
         assert len(batches_in(store)) >= 200
 
@@ -788,3 +789,9 @@ def test_the_properties_of_a_new_store_tell_of_no_trouble(tmp_path: Path) -> Non
         properties = store.properties()
     assert properties.pop("rocksdb.size-all-mem-tables") > 0
     assert set(properties.values()) == {0}
+
+
+def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_text("a file")
+    with pytest.raises(StoreError, match=r"preparing .*/shard failed: .*File exists"):
+        RocksStore.open(tmp_path / "shard", StoreOptions())

@@ -1,0 +1,84 @@
+"""What a shard has in memory of its slots, its queues and the jobs that are out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shard import keys
+from shard.ready import Lane
+
+PRIORITIES = 10
+
+
+class Instant(NamedTuple):
+    """One moment, on both clocks, in milliseconds."""
+
+    wall_ms: int
+    mono_ms: int
+
+
+class Queue:
+    """A queue that has something stored. Counters are those of its record in the store."""
+
+    __slots__ = ("dead", "dirty", "keys", "lanes", "leased", "name", "number", "ready", "scheduled", "slot")
+
+    def __init__(self, slot: int, number: int, name: str) -> None:
+        self.slot = slot
+        self.number = number
+        self.name = name
+        self.ready = 0
+        self.scheduled = 0
+        self.leased = 0
+        self.dead = 0
+        self.keys = 0
+        self.lanes: list[Lane | None] = [None] * PRIORITIES  # by 9 - priority
+        self.dirty = False
+
+    @property
+    def depth(self) -> int:
+        """Live jobs: what `max_queue_depth` caps."""
+        return self.ready + self.scheduled + self.leased
+
+
+class Slot:
+    """Where a slot's numbers stand."""
+
+    __slots__ = ("next_queue", "next_sequence", "number", "sequence_limit")
+
+    def __init__(self, number: int, sequence_limit: int, next_queue: int) -> None:
+        self.number = number
+        self.next_sequence = sequence_limit
+        self.sequence_limit = sequence_limit
+        self.next_queue = next_queue
+
+
+class Lease:
+    """One job that is out. `deadline` is monotonic, `expires_ms` is what the client was told."""
+
+    __slots__ = (
+        "attempt",
+        "deadline",
+        "expires_ms",
+        "inverted",
+        "job_id",
+        "lease_ms",
+        "max_attempts",
+        "op_id",
+        "queue",
+        "sequence",
+    )
+
+    def __init__(self, queue: Queue, inverted: int, sequence: int, job_id: bytes) -> None:
+        self.queue = queue
+        self.inverted = inverted
+        self.sequence = sequence
+        self.job_id = job_id
+        self.attempt = 0
+        self.max_attempts = 0
+        self.deadline = 0
+        self.expires_ms = 0
+        self.lease_ms = 0
+        self.op_id = 0
+
+    def job_key(self) -> bytes:
+        return keys.job_key(self.queue.slot, self.queue.number, self.inverted, self.sequence)

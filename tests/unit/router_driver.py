@@ -1,0 +1,304 @@
+"""Drives a router's core in tests: calls and shards are made up here, time stands still until it is moved.
+
+A test sends calls, looks at the operations that the core sends to the shards, answers them as a
+shard would, and reads the replies. `finish` brings everything to its end and checks that the core
+has forgotten all of it; the fixtures of the tests call it after each test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from common import job_ids, wire
+from common import queue_pb2 as pb
+from common.config import Config
+from common.slots import SlotMap, slot_of
+from common.wire import Envelope, Op, Operation
+from router.core import Core, Moment, Reply
+from router.front import WATCHED_METHODS, Status
+
+WALL_MS = 1_700_000_000_000
+MONO_MS = 5_000_000
+ROUTER = "router-0"
+VERSION = "1.2.3"
+FIRST_OP_ID = 1 << 40
+INTERNAL = 13
+
+_Answer = TypeVar("_Answer", bound=Message)
+
+
+@dataclass(eq=False)
+class FakeCall:
+    """A call as a front shows it. The shell answers calls, so the core never may."""
+
+    method: str
+    request: bytes
+    authorization: str | None = None
+    deadline: float = math.inf
+
+    def reply(self, answer: bytes) -> None:
+        raise AssertionError("the core answers by its replies")
+
+    def fail(self, status: Status, text: str) -> None:
+        raise AssertionError("the core answers by its replies")
+
+
+@dataclass
+class Failed:
+    """A call that was answered with a status."""
+
+    status: Status
+    text: str
+
+
+class FakeShard:
+    """One shard as the core sees it. Its operations are taken and answered by the test."""
+
+    def __init__(self, driver: RouterDriver, index: int) -> None:
+        self.index = index
+        self.name = f"shard-{index}"
+        self.generation = 0
+        self.taken = 0  # number of the last envelope that was taken
+        self._driver = driver
+
+    def up(self) -> None:
+        """A new process of the shard starts."""
+        self._driver.generation += 1
+        self.generation = self._driver.generation
+        self.taken = 0
+        self._driver.core.shard_up(self.index, self.generation, self._driver.now)
+
+    def down(self) -> None:
+        """Its process ends."""
+        generation, self.generation = self.generation, 0
+        self._driver.core.shard_down(self.index, generation, self._driver.now)
+
+    def restart(self) -> None:
+        self.down()
+        self.up()
+
+    def envelopes(self) -> list[Envelope]:
+        """What the core has sent since the last look."""
+        messages = self._driver.core.shards[self.index].messages
+        envelopes = [wire.unpack(message) for message in messages]
+        messages.clear()
+        for envelope in envelopes:
+            self.taken += 1
+            assert (envelope.sender, envelope.generation, envelope.number) == (ROUTER, self.generation, self.taken)
+        return envelopes
+
+    def operations(self) -> list[Operation]:
+        return [operation for envelope in self.envelopes() for operation in envelope.items]
+
+    def operation(self) -> Operation:
+        """The only one that the core has sent."""
+        operations = self.operations()
+        assert len(operations) == 1, operations
+        return operations[0]
+
+    def send(self, *results: list[Any], number: int | None = None) -> None:
+        """An envelope to the core; it answers all that was taken, unless it says less."""
+        answered = self.taken if number is None else number
+        message = wire.pack(self.generation, self.name, answered, list(results))
+        self._driver.core.envelope(message, self._driver.now)
+
+    def answer(self, operation: Operation, data: Any = None, status: int = Status.OK) -> None:
+        """The result of one operation."""
+        self.send([operation[0], status, data])
+
+
+@dataclass
+class RouterDriver:
+    """A core with its shards, all of them up, and a clock that the test moves."""
+
+    shards_count: int = 2
+    config: Config = field(default_factory=Config)
+    up: bool = True
+
+    def __post_init__(self) -> None:
+        self.now = Moment(WALL_MS, MONO_MS)
+        self.generation = 100
+        owners = SlotMap.even(self.shards_count).owners
+        self.core = Core(ROUTER, VERSION, self.config, owners, self.shards_count, FIRST_OP_ID, bytes)
+        self.shards = [FakeShard(self, index) for index in range(self.shards_count)]
+        self._replies: dict[int, Reply] = {}
+        # Watched calls whose answer is on its way. Keeps them alive, so that no id() comes twice.
+        self._leaving: dict[int, FakeCall] = {}
+        self._calls: list[FakeCall] = []
+        if self.up:
+            for shard in self.shards:
+                shard.up()
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def call(
+        self,
+        method: str,
+        request: Message | bytes = b"",
+        deadline: float = math.inf,
+        authorization: str | None = None,
+    ) -> FakeCall:
+        """A call arrives. `deadline` is in wall seconds."""
+        content = request if isinstance(request, bytes) else request.SerializeToString()
+        call = FakeCall(method, content, authorization, deadline)
+        self._calls.append(call)
+        self.core.arrived(call, self.now)
+        return call
+
+    def enqueue(self, *queues: str, **options: Any) -> FakeCall:
+        """A batch of one small job for each queue that is named."""
+        jobs = [pb.EnqueueRequest(queue=queue, job_type="t") for queue in queues]
+        return self.call("EnqueueBatch", pb.EnqueueBatchRequest(jobs=jobs), **options)
+
+    def reserve(
+        self, *queues: str, wait_ms: int = 0, max_jobs: int = 1, lease_ms: int = 30_000, **options: Any
+    ) -> FakeCall:
+        request = pb.ReserveRequest(
+            queues=queues,
+            max_jobs=max_jobs,
+            lease_duration=milliseconds(lease_ms),
+            wait_timeout=milliseconds(wait_ms) if wait_ms else None,
+        )
+        return self.call("Reserve", request, **options)
+
+    def ack(self, job_id: bytes, attempt: int = 1, **options: Any) -> FakeCall:
+        return self.call("Ack", pb.AckRequest(job_id=job_ids.text(job_id), attempt=attempt), **options)
+
+    def closed(self, call: FakeCall) -> None:
+        """The client has gone before the answer."""
+        self.core.closed(call, self.now)
+
+    def left(self, call: FakeCall, left: bool = True) -> None:
+        """The answer of a watched call was written, or could not be."""
+        self._collect()
+        del self._leaving[id(call)]
+        self.core.answer_left(call, left, self.now)
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def is_answered(self, call: FakeCall) -> bool:
+        self._collect()
+        return id(call) in self._replies
+
+    def answer(self, call: FakeCall, kind: type[_Answer]) -> _Answer:
+        """The message that the call was answered with."""
+        self._collect()
+        reply = self._replies[id(call)]
+        assert reply.answer is not None and reply.status == Status.OK, reply
+        return kind.FromString(reply.answer)
+
+    def reserved(self, call: FakeCall) -> list[tuple[str, int]]:
+        """Queue and attempt of each job in a Reserve's answer."""
+        return [(job.queue, job.attempt) for job in self.answer(call, pb.ReserveResponse).jobs]
+
+    def failure(self, call: FakeCall) -> Failed:
+        self._collect()
+        reply = self._replies[id(call)]
+        assert reply.answer is None, reply
+        return Failed(reply.status, reply.text)
+
+    def _collect(self) -> None:
+        replies, self.core.replies = self.core.replies, []
+        for reply in replies:
+            assert id(reply.call) not in self._replies, f"answered twice: {reply}"
+            self._replies[id(reply.call)] = reply
+            assert isinstance(reply.call, FakeCall)
+            if reply.call.method in WATCHED_METHODS:
+                self._leaving[id(reply.call)] = reply.call
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def pass_ms(self, duration_ms: int) -> None:
+        """Time passes on both clocks; the core's timers fire in their order."""
+        until = self.now.mono_ms + duration_ms
+        while (at := self.core.next_timer_ms()) is not None and at <= until:
+            self._move_to(max(at, self.now.mono_ms))
+            self.core.tick(self.now)
+        self._move_to(until)
+        self.core.tick(self.now)
+
+    def _move_to(self, mono_ms: int) -> None:
+        self.now = Moment(self.now.wall_ms + mono_ms - self.now.mono_ms, mono_ms)
+
+    def in_ms(self, duration_ms: int) -> float:
+        """A deadline, in wall seconds."""
+        return (self.now.wall_ms + duration_ms) / 1000
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Let all answers leave, have cancellations done, and check that nothing is left over."""
+        for shard in self.shards:
+            if not shard.generation:
+                shard.up()
+        for _ in range(4):
+            self._collect()
+            for call in list(self._leaving.values()):
+                self.left(call)
+            for shard in self.shards:
+                cancelled = [[op[0], Status.OK, None] for op in shard.operations() if op[1] == Op.CANCEL]
+                shard.send(*cancelled)
+        assert_idle(self.core)
+
+
+def assert_idle(core: Core) -> None:
+    """No call, timer or operation is left in the core's tables."""
+    assert core.replies == []
+    assert core._polls == {}
+    assert core.next_timer_ms() is None
+    for outbound in core.shards:
+        assert outbound.messages == []
+        assert [pending.operation for pending in outbound._unsent if not pending.withdrawn] == []
+        assert [pending.operation for pending in outbound._sent.values()] == []
+        assert outbound._withdrawn == len(outbound._unsent)
+        assert (outbound._waiting_bytes, outbound._parked) == (0, 0)
+        assert (outbound._confirmed, outbound._given_back, outbound._giving_back) == ([], [], {})
+        assert outbound._number == outbound._answered
+
+
+def drivers(**settings: Any) -> Iterator[RouterDriver]:
+    """For fixtures: a driver that is finished after the test."""
+    driver = RouterDriver(**settings)
+    yield driver
+    driver.finish()
+
+
+# ---- what tests send and answer
+
+
+def configured(**sections: Any) -> Config:
+    return Config.model_validate(sections)
+
+
+def milliseconds(duration_ms: int) -> Duration:
+    return Duration(seconds=duration_ms // 1000, nanos=duration_ms % 1000 * 1_000_000)
+
+
+@lru_cache
+def queue_on(shard: int, nth: int = 0, shards: int = 2) -> str:
+    """The name of a queue that lies on a shard."""
+    owners = SlotMap.even(shards).owners
+    names = (f"queue-{number}" for number in range(1_000_000))
+    found = (name for name in names if owners[slot_of(name)] == shard)
+    for _ in range(nth):
+        next(found)
+    return next(found)
+
+
+def job_id_on(queue: str, number: int = 0) -> bytes:
+    """The id of a job of a queue."""
+    return job_ids.make(WALL_MS, slot_of(queue), number, 0)
+
+
+def leased(queue: str, number: int = 0, attempt: int = 1, padding: int = 0) -> list[Any]:
+    """A job as a shard hands it out; `padding` bytes of payload."""
+    payload = pb.Payload(data=bytes(padding), encoding="e") if padding else None
+    body = pb.Job(queue=queue, job_type="t", payload=payload).SerializeToString()
+    return [job_id_on(queue, number), attempt, WALL_MS + 30_000, body]
