@@ -27,7 +27,7 @@ from router import admission, answers
 from router.admission import IsKnown, Refusal
 from router.drains import DrainFlow
 from router.flows import AtomicFlow, EnqueueFlow, KnownFlow, LeaseFlow, Part
-from router.front import Call, Status
+from router.front import WATCHED_METHODS, Call, Status
 from router.outbound import Outbound
 from router.polls import Poll
 
@@ -35,6 +35,8 @@ from router.polls import Poll
 # when the others are told that nothing was done, in ms.
 HOLD_MS = 30_000
 DEADLINE_MARGIN_MS = 50
+# Timers that may be kept although they apply no more, beside as many as there are in use.
+TIMERS_SPARE = 4_096
 
 
 class Moment(NamedTuple):
@@ -101,6 +103,7 @@ class Core:
         self._watched: dict[int, Watched] = {}
         self._timers: list[tuple[int, int, Timed]] = []
         self._timer_count = 0
+        self._timers_max = TIMERS_SPARE  # how many there may be before those that wait no more are dropped
         self._methods: dict[str, Callable[[Call], None]] = {
             "EnqueueBatch": self._enqueue_batch,
             "EnqueueAtomic": self._enqueue_atomic,
@@ -216,11 +219,12 @@ class Core:
         timed.timer_at = at_ms
         self._timer_count += 1
         heappush(self._timers, (at_ms, self._timer_count, timed))
-        if len(self._timers) > 2 * len(self._watched) + 4096:
+        if len(self._timers) > self._timers_max:
             # Most waits end before their time: drop their timers, or the heap would grow with the
-            # rate of calls times their wait.
+            # rate of calls times their wait. Seldom enough that it costs next to nothing per timer.
             self._timers = [timer for timer in self._timers if timer[2].timer_at == timer[0]]
             heapify(self._timers)
+            self._timers_max = 2 * len(self._timers) + TIMERS_SPARE
 
     def hold_until(self, call: Call) -> int:
         """Until when a call may wait for a shard that is down, monotonic ms."""
@@ -266,7 +270,10 @@ class Core:
         for queue in sorted(unsure):
             by_shard.setdefault(self.shard_of(queue), []).append(queue)
         if not self._is_busy(call, by_shard):
-            KnownFlow(self, call, by_shard, then).begin()
+            flow = KnownFlow(self, call, by_shard, then)
+            if call.method in WATCHED_METHODS:
+                self._watched[id(call)] = flow  # or it would go on with a call that ended meanwhile
+            flow.begin()
 
     def _batch(self, call: Call) -> queue_pb2.EnqueueBatchRequest | None:
         """The request of an enqueue; None when it was refused as a whole."""

@@ -159,6 +159,7 @@ class KnownFlow:
         self._then = then
         self._pending: dict[int, tuple[int, Pending]] = {}  # op id: shard, operation
         self._known: set[str] = set()
+        self._ended = False
 
     def begin(self) -> None:
         for shard, queues in self._by_shard.items():
@@ -166,23 +167,50 @@ class KnownFlow:
 
     def result(self, op_id: int, status: int, data: Any) -> None:
         shard, _ = self._pending.pop(op_id)
+        if self._ended:
+            return
+        if status != Status.OK:
+            self._end()
+            self._core.fail(self._call, Status(status), data)
+            return
         self._known.update(queue for queue, known in zip(self._by_shard[shard], data, strict=True) if known)
         if not self._pending:
-            self.timer_at = 0
+            self._end()
             self._then(self._known.__contains__)
 
     def lost(self, op_id: int) -> None:
         shard, _ = self._pending.pop(op_id)
-        self._ask(shard, self._by_shard[shard])  # a question does no harm twice
+        if not self._ended:
+            self._ask(shard, self._by_shard[shard])  # a question does no harm twice
 
     def hold(self) -> None:
         if not self.timer_at:
             self._core.set_timer(self, self._core.hold_until(self._call))
 
     def timer_fired(self) -> None:
-        withdrawn = [shard for shard, pending in self._pending.values() if self._core.shards[shard].withdraw(pending)]
+        withdrawn = self._withdraw()
         if withdrawn:
+            self._end()
             self._core.fail(self._call, Status.UNAVAILABLE, f"shard {withdrawn[0]} is down: nothing was done")
+
+    def closed(self) -> None:
+        self._end()
+
+    def answer_left(self, left: bool) -> None:
+        """Nothing was handed out."""
+
+    def stop_waiting(self) -> None:
+        """It does not wait."""
+
+    def _end(self) -> None:
+        """What shards still say means nothing any more."""
+        self._ended = True
+        self.timer_at = 0
+        self._withdraw()
+
+    def _withdraw(self) -> list[int]:
+        """Take back the questions that have not been sent; returns their shards."""
+        return [shard for shard, pending in self._pending.values() if self._core.shards[shard].withdraw(pending)]
 
     def _ask(self, shard: int, queues: list[str]) -> None:
         op_id = self._core.next_op_id()

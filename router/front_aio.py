@@ -22,6 +22,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -173,7 +174,6 @@ class AioFront:
             if self._stopped:
                 return
             if self._thread.is_alive():
-                self.set_serving(False)
                 asyncio.run_coroutine_threadsafe(self._close(grace_s), self._loop).result()
             self._end_loop()
 
@@ -208,11 +208,24 @@ class AioFront:
         self._server = server
 
     async def _close(self, grace_s: float) -> None:
+        await self._health.show(False)
+        stopping = asyncio.ensure_future(self._server.stop(grace_s if grace_s > 0 else None))
+        await self._wait_for_handlers(grace_s)
         self._health.end_watches()
-        await self._server.stop(grace_s if grace_s > 0 else None)
-        await self._finish_handlers()
+        await stopping
+        # Those that the stop has cancelled have yet to tell so.
+        if not await self._wait_for_handlers(LAST_HANDLERS_TIMEOUT_S):
+            log.error("calls outlived the gRPC server", calls=self._running)
         # Its destructor would use the loop, which is closed by then.
         del self._server
+
+    async def _wait_for_handlers(self, timeout_s: float) -> bool:
+        """False when there are still some after `timeout_s`."""
+        if self._running:
+            self._idle.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+        return not self._running
 
     def _publish(self) -> None:
         task = self._loop.create_task(self._health.show(self._serving))
@@ -225,16 +238,6 @@ class AioFront:
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
-
-    async def _finish_handlers(self) -> None:
-        """Handlers that the stop has cancelled have yet to tell so."""
-        if not self._running:
-            return
-        self._idle.clear()
-        try:
-            await asyncio.wait_for(self._idle.wait(), LAST_HANDLERS_TIMEOUT_S)
-        except TimeoutError:
-            log.error("calls outlived the gRPC server", calls=self._running)
 
     # -- handlers -------------------------------------------------------------------------------
 

@@ -152,22 +152,16 @@ class QueueCall:
         self._answer_lost = False
 
     def reply(self, answer: bytes) -> None:
-        if self._front.claim(self):
-            self._send(
-                (
-                    cygrpc.SendInitialMetadataOperation((), 0),
-                    cygrpc.SendMessageOperation(answer, 0),
-                    cygrpc.SendStatusFromServerOperation((), 0, b"", 0),
-                )
+        self._answer(
+            (
+                cygrpc.SendInitialMetadataOperation((), 0),
+                cygrpc.SendMessageOperation(answer, 0),
+                cygrpc.SendStatusFromServerOperation((), 0, b"", 0),
             )
-        else:
-            self._lose()
+        )
 
     def fail(self, status: Status, text: str) -> None:
-        if self._front.claim(self):
-            self._send(_failure(status, text))
-        else:
-            self._lose()
+        self._answer(_failure(status, text))
 
     def refuse(self, status: Status, text: str) -> None:
         """Answer for the receiver, if the call is still unanswered; a watched call is told as closed."""
@@ -223,6 +217,12 @@ class QueueCall:
 
     # -- the end --------------------------------------------------------------------------------
 
+    def _answer(self, operations: tuple[_Operation, ...]) -> None:
+        if self._front.claim(self):
+            self._send(operations)
+        elif self.watched:
+            self._lose()
+
     def _send(self, operations: tuple[_Operation, ...]) -> None:
         """Start the batch that answers; only for whoever has claimed the call."""
         core_call, self._core_call = self._core_call, None
@@ -238,8 +238,6 @@ class QueueCall:
 
     def _lose(self) -> None:
         """An answer that came after the end, or a second one, which is not told of."""
-        if not self.watched:
-            return
         with self._front.lock:
             self._answer_lost = True
             told = self._close_told
@@ -369,12 +367,13 @@ class QueueFront:
             self._stopped = True
             self.set_serving(False)
             self.stopping = True
-            ended = self._server.stop(max(grace_s, 0.0))
+            self._server.stop(max(grace_s, 0.0))
             if self._thread is not None:
                 self._idle.wait(max(grace_s, 0.0))
                 # Our calls are done, or their time is up: what is left is cancelled now.
                 ended = self._server.stop(0)
                 self._refuse_until(ended)
+            # Nobody holds a call of the C core by now: a batch on a queue that is shut down is fatal.
             self._queue.shutdown()
             if self._thread is not None:
                 self._thread.join()
@@ -386,7 +385,7 @@ class QueueFront:
                 if not call.watched:
                     call.refuse(Status.UNAVAILABLE, STOPPING_TEXT)
             # Calls that were on their way when the grace ended are still given to the receiver.
-            if ended.wait(LATE_CALLS_INTERVAL_S):
+            if ended.wait(LATE_CALLS_INTERVAL_S) and self._idle.wait(LATE_CALLS_INTERVAL_S):
                 return
 
     def _poll(self) -> None:

@@ -22,6 +22,8 @@ ENVELOPE_OPERATIONS = 1_024
 ENVELOPE_BYTES = 8 * 1024 * 1024
 # Bytes of jobs that may wait for one shard in one router, beside the limit on operations.
 WAITING_BYTES_MAX = 256 * 1024 * 1024
+# Operations that may be kept although they were taken back, beside as many as wait.
+WITHDRAWN_SPARE = 64
 
 
 class Flow(Protocol):
@@ -91,6 +93,9 @@ class Outbound:
     def add(self, operation: Operation, flow: Flow | None, size: int = 0, parks: bool = False) -> Pending:
         """Send an operation as soon as may be."""
         pending = Pending(operation, flow, size, parks)
+        if operation[1] == Op.KEEP:
+            self._kept.append(operation)
+            return pending
         self._unsent.append(pending)
         self._waiting_bytes += size
         if flow is not None and not self.generation:
@@ -112,6 +117,10 @@ class Outbound:
         pending.withdrawn = True  # it is passed over when its turn comes: looking for it would cost more
         self._withdrawn += 1
         self._waiting_bytes -= pending.size
+        if self._withdrawn > len(self._unsent) // 2 + WITHDRAWN_SPARE:
+            # Its turn may be far: while the shard is down, calls come, wait and give up.
+            self._unsent = deque(pending for pending in self._unsent if not pending.withdrawn)
+            self._withdrawn = 0
         return True
 
     def forget(self, op_id: int) -> None:

@@ -369,7 +369,8 @@ class Run:
 
 
 def queue_of(index: int) -> str:
-    return f"files-{index % QUEUE_COUNT:02d}"
+    """Names that differ only in a number at their end fall on few slots; the text after it spreads them."""
+    return f"files-{index % QUEUE_COUNT:02d}-of-{QUEUE_COUNT}"
 
 
 async def produce(run: Run, address: str, indexes: Sequence[int]) -> None:
@@ -507,16 +508,15 @@ def progress_on(console: Console) -> Progress:
 
 async def remains(run: Run, address: str) -> list[str]:
     """What the server still has, with all workers gone."""
+    faults = []
     async with await sepp.SeppClient.connect(address, retry_policy=PATIENT) as client:
-        ready = await client.reserve(_reserve_options(run.queues, 0, "check")) or []
-        faults = [f"job {job.ctx.id} of queue {job.ctx.queue} was left over" for job in ready]
         last = {delivery.job_id: delivery.attempt for delivery in run.deliveries}
         for some in portions(list(last.items()), PROBES_AT_ONCE):
             held = await asyncio.gather(*(is_leased(client, job_id, attempt) for job_id, attempt in some))
-            faults += [
-                f"job {job_id} was still leased" for (job_id, _), is_held in zip(some, held, strict=True) if is_held
-            ]
-    return faults
+            names = [job_id for (job_id, _), is_held in zip(some, held, strict=True) if is_held]
+            faults += [f"job {job_id} was still leased" for job_id in names]
+        ready = await client.reserve(_reserve_options(run.queues, 0, "check")) or []
+    return faults + [f"job {job.ctx.id} of queue {job.ctx.queue} was left over" for job in ready]
 
 
 async def is_leased(client: sepp.SeppClient, job_id: str, attempt: int) -> bool:
@@ -628,9 +628,14 @@ def run_until_signal(start: Callable[[], Any]) -> list[str]:
 
     async def main() -> list[str]:
         loop, running = asyncio.get_running_loop(), asyncio.ensure_future(start())
-        # Handlers stay until the end: a second Ctrl-C must not break into the cleaning up.
+        stops = [running.cancel]
+
+        def stop() -> None:
+            if stops:  # a second Ctrl-C must not break into the cleaning up
+                stops.pop()()
+
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, running.cancel)
+            loop.add_signal_handler(number, stop)
         faults: list[str] = await running
         return faults
 

@@ -120,7 +120,7 @@ class Lane:
                 self._records[sequence] = record
                 self._bytes += len(record)
                 self._budget.used += len(record)
-            if len(rows) == WINDOW_JOBS or size > limit_bytes:
+            if len(rows) == WINDOW_JOBS or size >= limit_bytes:
                 self.frontier = int.from_bytes(rows[-1][0][7:], "big") + 1
             else:
                 self.frontier = EXHAUSTED

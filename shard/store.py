@@ -73,8 +73,8 @@ class Store(ABC):
     ) -> list[tuple[bytes, bytes]]:
         """Pairs with start ≤ key < end in order, with the turn's changes.
 
-        Stops after `limit` pairs, or before the pair with which keys and values together would
-        exceed `limit_bytes` (at least one pair is returned where there is one). Raises StoreError.
+        Stops after `limit` pairs, or after the pair with which keys and values together reach
+        `limit_bytes`: fewer and smaller means that there are no more. Raises StoreError.
         """
         if limit <= 0 or start >= end:
             return []
@@ -158,14 +158,12 @@ def _overlay(
 
 
 def _take(pairs: Iterable[tuple[bytes, bytes]], limit: int, limit_bytes: int) -> list[tuple[bytes, bytes]]:
-    """The first pairs, as many as both limits allow, but at least one. `limit` is at least 1."""
+    """The first pairs, until one of the limits is reached. `limit` is at least 1."""
     taken: list[tuple[bytes, bytes]] = []
     size_bytes = 0
     for pair in pairs:
-        size_bytes += len(pair[0]) + len(pair[1])
-        if size_bytes > limit_bytes and taken:
-            break
         taken.append(pair)
-        if len(taken) == limit:
+        size_bytes += len(pair[0]) + len(pair[1])
+        if len(taken) == limit or size_bytes >= limit_bytes:
             break
     return taken

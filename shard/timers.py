@@ -8,7 +8,7 @@ live timers begin, not among the tombstones of those that have fired.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from shard import keys
 from shard.store import Family, Store
@@ -34,6 +34,10 @@ class SlotTimers:
         if earliest is None or due_ms < earliest:
             self._earliest[slot] = due_ms
             heappush(self._heap, (due_ms, slot))
+            if len(self._heap) > 2 * len(self._earliest) + 64:
+                # A far timer is noted again after each nearer one of its slot that fires.
+                self._heap = [(due_ms, slot) for slot, due_ms in self._earliest.items()]
+                heapify(self._heap)
 
     def next_due(self) -> int | None:
         """The earliest deadline of all; it may turn out to belong to a timer that was taken back."""

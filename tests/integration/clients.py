@@ -64,13 +64,13 @@ async def reserve_one(client: SeppClient, *queues: str, lease: timedelta = LEASE
 async def park(client: SeppClient, *queues: str, lease: timedelta = LEASE) -> asyncio.Task[list[Job]]:
     """A long poll that waits in the server.
 
-    A router passes on what comes over one connection in the order in which it came: when a call that
-    was sent after the poll is answered, the poll has arrived.
+    A router passes on what comes over one connection in the order in which it came: when calls to the
+    same shards that were sent after the poll are answered, the poll has arrived there.
     """
     poll = asyncio.create_task(reserve(client, *queues, lease=lease, wait=LONG_WAIT))
     await asyncio.sleep(0)  # the task starts its call
-    for queue in queues:  # one on each shard: with this name there is nothing to reserve
-        await reserve(client, queue)
+    for queue in queues:
+        assert await reserve(client, queue) == []
     assert not poll.done(), "there was a job already"
     return poll
 

@@ -47,12 +47,12 @@ class Log:
         self._reader = threading.Thread(target=self._read, name="log")
         self._reader.start()
 
-    def wait_for(self, matches: Callable[[Entry], bool], until: Callable[[], bool] = lambda: True) -> Entry:
-        """The latest entry that matches, as soon as there is one and `until` holds."""
+    def wait_for(self, matches: Callable[[Entry], bool]) -> Entry:
+        """The latest entry that matches, as soon as there is one."""
         with self._grown:
-            self._grown.wait_for(lambda: self._is_over or (self._find(matches) is not None and until()), WAIT_S)
+            self._grown.wait_for(lambda: self._is_over or self._find(matches) is not None, WAIT_S)
             found = self._find(matches)
-            assert found is not None and until(), f"this has not come:\n{self.text()}"
+            assert found is not None, f"what was waited for has not come:\n{self.text()}"
             return found
 
     def plain_lines(self) -> list[str]:
@@ -136,7 +136,7 @@ class Server:
     def start(self) -> Server:
         """Start, and wait until it listens."""
         self.launch()
-        self.log.wait_for(lambda entry: entry.get("event") == "queue server listening")
+        self.log.wait_for(is_listening)
         return self
 
     def launch(self) -> None:
@@ -226,7 +226,7 @@ class Server:
     @property
     def address(self) -> str:
         """host:port of the life that was last started."""
-        address = self.log.wait_for(lambda entry: entry.get("event") == "queue server listening")["address"]
+        address = self.log.wait_for(is_listening)["address"]
         assert isinstance(address, str)
         return address
 
@@ -305,6 +305,10 @@ class Server:
             if fd is not None and f"{TAG}={self._tag}".encode() in environment_of(Path(f"/proc/{pid}")):
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(fd, number)
+
+
+def is_listening(entry: Entry) -> bool:
+    return entry.get("event") == "queue server listening"
 
 
 @contextmanager

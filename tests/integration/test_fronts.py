@@ -359,7 +359,9 @@ def test_no_call_of_a_burst_is_lost(open_front: Open, dial: Dial) -> None:
     assert {answer.code() for answer in answers} == {grpc.StatusCode.OK}
 
 
-def test_a_client_may_ping_without_calls(open_front: Open, wire: Callable[[Front], Wire], monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_a_client_may_ping_without_calls(
+    open_front: Open, wire: Callable[[Front], Wire], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The real interval is too long for a test; the C core counts the same way.
     monkeypatch.setattr(front_module, "PING_INTERVAL_MIN_MS", 20)
     client = wire(open_front(Script(echo)))
@@ -786,17 +788,46 @@ def refused_within(port: int) -> None:
     raise AssertionError(f"somebody still listens on port {port}")
 
 
-def test_a_stop_shows_in_the_health_streams(open_front: Open, dial: Dial) -> None:
-    front = open_front(Script(park))
-    channel = dial(front)
+def test_a_stop_shows_in_the_health_streams_while_calls_are_running(open_front: Open, dial: Dial) -> None:
+    script = Script(park)
+    front = open_front(script)
     front.set_serving(True)
+    channel = dial(front)
     waiting = rpc(channel, "Reserve").future(b"", timeout=PATIENCE_S)
-    assert not waiting.done()
-    health = health_pb2_grpc.HealthStub(channel)
-    assert health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S).status == SERVING
-    front.set_serving(False)
-    assert health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S).status == NOT_SERVING
-    front.stop(0)
+    call = heard(script.arrived)
+    health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
+    assert next(health).status == SERVING
+    with ThreadPoolExecutor(1) as other:
+        stopped = other.submit(front.stop, PATIENCE_S)
+        assert next(health).status == NOT_SERVING
+        call.reply(b"done")
+        stopped.result()
+    assert waiting.result() == b"done"
+
+
+def test_every_answer_that_is_on_its_way_when_the_front_stops_arrives_or_is_reported(
+    open_front: Open, dial: Dial
+) -> None:
+    for _ in range(10):
+        script = Script(park)
+        front = open_front(script)
+        channel = dial(front)
+        waiting = [rpc(channel, "Reserve").future(b"", timeout=PATIENCE_S) for _ in range(40)]
+        parked = [heard(script.arrived) for _ in waiting]
+        with ThreadPoolExecutor(2) as others:
+            answered = others.submit(lambda: [call.reply(b"") for call in parked])  # noqa: B023
+            others.submit(front.stop, 0).result()
+            answered.result()
+        fates: dict[Call, list[str]] = {call: [] for call in parked}
+        while not script.closed.empty():
+            fates[heard(script.closed)].append("closed")
+        while not script.left.empty():
+            call, left = heard(script.left)
+            fates[call].append("left" if left else "lost")
+        # Once `stop` has returned nothing more is told, so the last "lost" may be missing.
+        assert {tuple(fate) for fate in fates.values()} <= {("left",), ("lost",), ("closed",), ("closed", "lost")}
+        arrived = sum(call.code() is grpc.StatusCode.OK for call in waiting)
+        assert arrived <= sum(fate == ["left"] for fate in fates.values())
 
 
 def test_a_second_stop_is_harmless(open_front: Open) -> None:

@@ -66,6 +66,9 @@ class FakeShard:
         self.name = f"shard-{index}"
         self.generation = 0
         self.taken = 0  # number of the last envelope that was taken
+        self.waiting: dict[int, Operation] = {}  # taken and not answered, by op id
+        self.confirmed: list[int] = []
+        self.given_back: list[int] = []
         self._driver = driver
 
     def up(self) -> None:
@@ -76,8 +79,9 @@ class FakeShard:
         self._driver.core.shard_up(self.index, self.generation, self._driver.now)
 
     def down(self) -> None:
-        """Its process ends."""
+        """Its process ends, and all that it knew."""
         generation, self.generation = self.generation, 0
+        self.waiting.clear()
         self._driver.core.shard_down(self.index, generation, self._driver.now)
 
     def restart(self) -> None:
@@ -92,10 +96,23 @@ class FakeShard:
         for envelope in envelopes:
             self.taken += 1
             assert (envelope.sender, envelope.generation, envelope.number) == (ROUTER, self.generation, self.taken)
+            for operation in envelope.items:
+                self._note(operation)
         return envelopes
 
+    def _note(self, operation: Operation) -> None:
+        if operation[1] == Op.CONFIRM:
+            self.confirmed += operation[2]
+        elif operation[1] == Op.GIVE_BACK:
+            self.given_back += operation[2]
+        else:
+            assert operation[0] not in self.waiting, f"sent twice: {operation}"
+            self.waiting[operation[0]] = operation
+
     def operations(self) -> list[Operation]:
-        return [operation for envelope in self.envelopes() for operation in envelope.items]
+        """The operations that want a result; the others are in `confirmed` and `given_back`."""
+        items = [operation for envelope in self.envelopes() for operation in envelope.items]
+        return [operation for operation in items if operation[0]]
 
     def operation(self) -> Operation:
         """The only one that the core has sent."""
@@ -105,6 +122,10 @@ class FakeShard:
 
     def send(self, *results: list[Any], number: int | None = None) -> None:
         """An envelope to the core; it answers all that was taken, unless it says less."""
+        for op_id, _, _ in results:
+            operation = self.waiting.pop(op_id, None)
+            if operation is not None and operation[1] == Op.CANCEL:
+                self.waiting.pop(operation[2], None)
         answered = self.taken if number is None else number
         message = wire.pack(self.generation, self.name, answered, list(results))
         self._driver.core.envelope(message, self._driver.now)
@@ -112,6 +133,29 @@ class FakeShard:
     def answer(self, operation: Operation, data: Any = None, status: int = Status.OK) -> None:
         """The result of one operation."""
         self.send([operation[0], status, data])
+
+    def serve(self) -> None:
+        """Answer all that can be answered, as an empty shard would. Polls and watches stay parked."""
+        self.envelopes()
+        self.send(*[[op[0], Status.OK, _usual(op)] for op in self.waiting.values() if not _is_parked(op)])
+
+
+def _is_parked(operation: Operation) -> bool:
+    return operation[1] == Op.WATCH or (operation[1] == Op.RESERVE and bool(operation[5]))
+
+
+def _usual(operation: Operation) -> Any:
+    match operation[1]:
+        case Op.ENQUEUE:
+            return [job_id_on(queue, number) for number, (queue, *_) in enumerate(operation[3])]
+        case Op.RESERVE:
+            return []
+        case Op.NACK:
+            return False
+        case Op.EXTEND:
+            return WALL_MS + operation[4]
+        case _:
+            return None
 
 
 @dataclass
@@ -128,10 +172,11 @@ class RouterDriver:
         owners = SlotMap.even(self.shards_count).owners
         self.core = Core(ROUTER, VERSION, self.config, owners, self.shards_count, FIRST_OP_ID, bytes)
         self.shards = [FakeShard(self, index) for index in range(self.shards_count)]
-        self._replies: dict[int, Reply] = {}
-        # Watched calls whose answer is on its way. Keeps them alive, so that no id() comes twice.
+        self._replies: dict[int, Reply] = {}  # by id() of their call
+        # Watched calls whose answer is on its way.
         self._leaving: dict[int, FakeCall] = {}
         self._calls: list[FakeCall] = []
+        self._gone: set[int] = set()
         if self.up:
             for shard in self.shards:
                 shard.up()
@@ -173,6 +218,7 @@ class RouterDriver:
 
     def closed(self, call: FakeCall) -> None:
         """The client has gone before the answer."""
+        self._gone.add(id(call))
         self.core.closed(call, self.now)
 
     def left(self, call: FakeCall, left: bool = True) -> None:
@@ -233,18 +279,27 @@ class RouterDriver:
 
     # -- the end -------------------------------------------------------------------------------
 
+    def serve(self) -> None:
+        """Answer all that can be answered, until nothing more comes."""
+        for _ in range(8):
+            for shard in self.shards:
+                if shard.generation:
+                    shard.serve()
+
     def finish(self) -> None:
-        """Let all answers leave, have cancellations done, and check that nothing is left over."""
+        """Bring all calls to their end: waiting ones are closed, answers leave. Then nothing may be left."""
         for shard in self.shards:
             if not shard.generation:
                 shard.up()
-        for _ in range(4):
-            self._collect()
-            for call in list(self._leaving.values()):
-                self.left(call)
-            for shard in self.shards:
-                cancelled = [[op[0], Status.OK, None] for op in shard.operations() if op[1] == Op.CANCEL]
-                shard.send(*cancelled)
+        self.serve()
+        for call in self._calls:
+            if call.method in WATCHED_METHODS and not self.is_answered(call):
+                self.closed(call)
+        for call in list(self._leaving.values()):
+            self.left(call)
+        self.serve()
+        assert [call for call in self._calls if not (self.is_answered(call) or id(call) in self._gone)] == []
+        assert [shard.waiting for shard in self.shards if shard.waiting] == []
         assert_idle(self.core)
 
 

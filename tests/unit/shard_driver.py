@@ -1,7 +1,7 @@
 """A shard's state machine without its process: every call is one turn, with a clock that tests set.
 
 `Shard` speaks to a `Machine` as the process does, `recount` computes from the store alone what the
-machine counts in memory. Test modules get the fixtures with `pytest_plugins = ["tests.unit.shard_driver"]`.
+machine counts in memory. A test module takes the fixtures by naming them: `shard = shard_driver.shard`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from common import job_ids
 from common.config import Config, StorageSection
 from common.slots import slot_of
-from common.wire import EnqueueJob, LeasedJob, Op, Operation, Result, Strategy
+from common.wire import DeadLetter, EnqueueJob, LeasedJob, Op, Operation, Result, Strategy
 from shard import keys
 from shard.machine import Machine
 from shard.state import Instant
@@ -175,6 +175,10 @@ class Shard:
         op_id = self.send(Op.ENQUEUE, b"\x01\x02\x03" * len(jobs), [list(each) for each in jobs])
         return self._data(op_id)
 
+    def enqueue_atomic(self, *jobs: EnqueueJob) -> Any:
+        """[True, outcomes], or [False, refusals by index]."""
+        return self._data(self.send(Op.ENQUEUE_ATOMIC, b"\x01\x02\x03" * len(jobs), [list(each) for each in jobs]))
+
     def reserve(
         self,
         *queues: str,
@@ -253,6 +257,20 @@ class Shard:
         assert answer is not None
         return answer
 
+    def drain_dead(
+        self, queue: str | None = None, count: int = 100, max_bytes: int = 4 * MIB, router: str = ROUTER
+    ) -> list[DeadLetter]:
+        """Neither confirmed nor given back; `last_op` is the op id."""
+        found: list[DeadLetter] = self._data(self.send(Op.DRAIN, queue, count, max_bytes, router=router))
+        return found
+
+    def keep(self, op_id: int, count: int) -> None:
+        assert self.answer(self.send(Op.KEEP, op_id, count)) is None
+
+    def known(self, *queues: str) -> list[bool]:
+        found: list[bool] = self._data(self.send(Op.KNOWN, list(queues)))
+        return found
+
     def router_gone(self, router: str = ROUTER) -> None:
         self.machine.router_gone(router, self.now)
         self._take()
@@ -298,7 +316,8 @@ class Shard:
     def check(self) -> None:
         """The machine's counters, and those stored with each queue, equal a full scan of the store."""
         counted = recount(self.store)
-        assert {name: each for name, each in self.machine.counts().items() if any(each)} == counted
+        counters = {name: each for name, each in self.machine.counts().items() if any(each)}
+        assert counters == counted, f"{counters} in memory, {counted} in the store"
 
 
 def job(

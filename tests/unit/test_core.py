@@ -8,12 +8,13 @@ import pytest
 
 from common import queue_pb2 as pb
 from router import core as core_module
-from router.core import HOLD_MS
+from router import outbound
 from router.front import Status
 from tests.unit.router_driver import (
     VERSION,
     WALL_MS,
     RouterDriver,
+    assert_idle,
     configured,
     drivers,
     job_id_on,
@@ -124,7 +125,22 @@ def test_what_exceeds_the_capacity_of_a_shard_is_refused_at_once(narrow: RouterD
     calls = [narrow.ack(job_id_on(queue)), narrow.enqueue(queue), narrow.reserve(queue)]
     assert [narrow.failure(call).status for call in calls] == [Status.RESOURCE_EXHAUSTED] * 3
     assert not any(narrow.is_answered(call) for call in waiting)
-    _answer_all(narrow)
+
+
+def test_a_call_for_several_shards_is_refused_when_one_of_them_is_full(narrow: RouterDriver) -> None:
+    for number in range(3):
+        narrow.ack(job_id_on(queue_on(0), number))
+    calls = [narrow.enqueue(queue_on(1), queue_on(0)), narrow.reserve(queue_on(1), queue_on(0))]
+    assert [narrow.failure(call).status for call in calls] == [Status.RESOURCE_EXHAUSTED] * 2
+    assert narrow.shards[1].operations() == []
+
+
+def test_a_full_shard_does_not_hinder_another(narrow: RouterDriver) -> None:
+    for number in range(3):
+        narrow.ack(job_id_on(queue_on(0), number))
+    call = narrow.enqueue(queue_on(1))
+    narrow.shards[1].serve()
+    assert len(narrow.answer(call, pb.EnqueueBatchResponse).results) == 1
 
 
 def test_operations_that_wait_for_a_shard_that_is_down_count_as_waiting(narrow: RouterDriver) -> None:
@@ -132,16 +148,100 @@ def test_operations_that_wait_for_a_shard_that_is_down_count_as_waiting(narrow: 
     for number in range(3):
         narrow.ack(job_id_on(queue_on(0), number))
     assert narrow.failure(narrow.ack(job_id_on(queue_on(0)))).status == Status.RESOURCE_EXHAUSTED
-    narrow.shards[0].up()
-    _answer_all(narrow)
 
 
 def test_there_is_room_again_when_an_operation_is_answered(narrow: RouterDriver) -> None:
-    queue = queue_on(0)
     for number in range(3):
-        narrow.ack(job_id_on(queue, number))
+        narrow.ack(job_id_on(queue_on(0), number))
     first, *_ = narrow.shards[0].operations()
-    narrow.shards[0].answer(first, number=1) if False else narrow.shards[0].answer(first)
-    call = narrow.ack(job_id_on(queue))
-    assert not narrow.is_answered(call)
-    _answer_all(narrow)
+    narrow.shards[0].answer(first)
+    assert not narrow.is_answered(narrow.ack(job_id_on(queue_on(0))))
+
+
+def test_there_is_room_again_when_operations_are_withdrawn(narrow: RouterDriver) -> None:
+    narrow.shards[0].down()
+    for number in range(3):
+        narrow.ack(job_id_on(queue_on(0), number), deadline=narrow.in_ms(1_000))
+    narrow.pass_ms(1_000)
+    assert not narrow.is_answered(narrow.ack(job_id_on(queue_on(0))))
+
+
+def test_there_is_room_again_when_operations_are_lost(narrow: RouterDriver) -> None:
+    for number in range(2):
+        narrow.ack(job_id_on(queue_on(0), number))
+    narrow.shards[0].restart()
+    calls = [narrow.ack(job_id_on(queue_on(0), number)) for number in range(3)]
+    assert not any(narrow.is_answered(call) for call in calls)
+
+
+def test_parked_polls_do_not_count_as_waiting(narrow: RouterDriver) -> None:
+    for _ in range(5):
+        narrow.reserve(queue_on(0), wait_ms=60_000)
+        narrow.reserve(queue_on(0), queue_on(1), wait_ms=60_000)
+        narrow.serve()
+    assert not narrow.is_answered(narrow.ack(job_id_on(queue_on(0))))
+
+
+def test_a_shard_is_full_as_well_when_too_many_bytes_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbound, "WAITING_BYTES_MAX", 1_000)
+    router = RouterDriver()
+    job = pb.EnqueueRequest(queue=queue_on(0), job_type="t", payload=pb.Payload(data=bytes(999), encoding="e"))
+    router.call("EnqueueBatch", pb.EnqueueBatchRequest(jobs=[job]))
+    assert router.failure(router.ack(job_id_on(queue_on(0)))).status == Status.RESOURCE_EXHAUSTED
+    router.serve()
+    assert not router.is_answered(router.ack(job_id_on(queue_on(0))))
+    router.finish()
+
+
+# ---- memory
+
+
+def test_timers_of_waits_that_ended_early_do_not_pile_up(router: RouterDriver) -> None:
+    for _ in range(10_000):
+        call = router.reserve(queue_on(0), wait_ms=300_000)
+        router.shards[0].answer(router.shards[0].operation(), [leased(queue_on(0))])
+        router.left(call)
+    assert len(router.core._timers) <= 4_096
+
+
+def test_timers_are_seldom_sorted_out_while_all_of_them_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    monkeypatch.setattr(core_module, "heapify", lambda timers: rounds.append(len(timers)))
+    router = RouterDriver(config=configured(storage={"command_queue_capacity": 20_000}), up=False)
+    for number in range(10_000):
+        router.ack(job_id_on(queue_on(0), number))
+    assert len(rounds) <= 2
+    router.finish()
+
+
+def test_calls_that_give_up_while_a_shard_is_down_do_not_pile_up() -> None:
+    router = RouterDriver(up=False)
+    for _ in range(1_000):
+        router.enqueue(queue_on(0), deadline=router.in_ms(100))
+        router.pass_ms(100)
+    assert len(router.core.shards[0]._unsent) <= 200
+    router.finish()
+
+
+def test_calls_that_give_up_before_they_are_sent_do_not_pile_up(router: RouterDriver) -> None:
+    calls = [router.ack(job_id_on(queue_on(0), number)) for number in range(2)]
+    for _ in range(1_000):
+        router.closed(router.reserve(queue_on(0)))
+    assert len(router.core.shards[0]._unsent) <= 200
+    assert len(router.shards[0].operations()) == len(calls)
+
+
+def test_a_poll_that_was_answered_is_remembered_until_its_answer_has_left(router: RouterDriver) -> None:
+    call = router.reserve(queue_on(0))
+    router.serve()
+    assert len(router.core._polls) == 1
+    router.left(call)
+    assert_idle(router.core)
+
+
+def test_the_end_of_a_call_that_was_refused_means_nothing(router: RouterDriver) -> None:
+    call = router.reserve("")
+    assert router.failure(call).status == Status.INVALID_ARGUMENT
+    router.left(call)
+    router.closed(call)
+    assert_idle(router.core)
