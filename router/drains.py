@@ -114,7 +114,7 @@ class DrainFlow:
             kept[op_id] += 1
         for op_id, (shard, letters) in self._found.items():
             if kept[op_id] < len(letters):
-                self._core.shards[shard].add([self._core.next_op_id(), Op.KEEP, op_id, kept[op_id]], None)
+                self._core.shards[shard].keep(self._core.next_op_id(), op_id, kept[op_id])
         return chosen
 
     def _give_back(self) -> None:

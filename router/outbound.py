@@ -73,6 +73,7 @@ class Outbound:
         self._parked = 0
         self._number = 0
         self._answered = 0
+        self._kept: list[Operation] = []
         # Op ids of reserves and drains whose answers have left, or never will.
         self._confirmed: list[int] = []
         self._given_back: list[int] = []
@@ -93,14 +94,18 @@ class Outbound:
     def add(self, operation: Operation, flow: Flow | None, size: int = 0, parks: bool = False) -> Pending:
         """Send an operation as soon as may be."""
         pending = Pending(operation, flow, size, parks)
-        if operation[1] == Op.KEEP:
-            self._kept.append(operation)
-            return pending
         self._unsent.append(pending)
         self._waiting_bytes += size
         if flow is not None and not self.generation:
             flow.hold()
         return pending
+
+    def keep(self, keep_op_id: int, op_id: int, count: int) -> None:
+        """Only the first `count` records of this drain go into its answer.
+
+        Told before any confirmation, which would delete the others as well.
+        """
+        self._kept.append([keep_op_id, Op.KEEP, op_id, count])
 
     def confirm(self, op_id: int) -> None:
         """The answer with what this reserve or drain claimed has left."""
@@ -134,13 +139,13 @@ class Outbound:
         while (
             self.generation
             and self._number - self._answered < ENVELOPES_OUT
-            and (len(self._unsent) > self._withdrawn or self._confirmed or self._given_back)
+            and (len(self._unsent) > self._withdrawn or self._kept or self._confirmed or self._given_back)
         ):
             self._number += 1
             self.messages.append(wire.pack(self.generation, self._router, self._number, self._next_items()))
 
     def _next_items(self) -> list[Operation]:
-        items: list[Operation] = []
+        items, self._kept = self._kept, []
         if self._confirmed:
             items.append([0, Op.CONFIRM, self._confirmed])
             self._confirmed = []
@@ -174,6 +179,7 @@ class Outbound:
         """The shard's process has ended: flows hear of what had been sent to it."""
         self.generation = 0
         self.messages.clear()
+        self._kept.clear()  # its successor has handed out nothing
         for op_ids in self._giving_back.values():
             self._given_back.extend(op_ids)  # giving back twice does no harm
         self._giving_back.clear()

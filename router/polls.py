@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # What a job adds to an answer besides its body, at most: id, two instants, attempt, framing.
 JOB_OVERHEAD_BYTES = 96
+# Where an operation RESERVE says which wake-up it settles.
+_SETTLES = 7
 
 
 class Poll:
@@ -36,6 +38,7 @@ class Poll:
         self._call = call
         self._terms = terms
         self._runs = self._by_shard(terms.queues)
+        self._max_bytes = core.config.limits.max_response_bytes
         self._run = 0
         self._jobs: list[LeasedJob] = []
         self._size = 0
@@ -51,18 +54,18 @@ class Poll:
             # No longer than the client waits: nothing is leased into a call that has ended.
             left_ms = self._call.deadline * 1000 - self._core.now.wall_ms
             self._core.set_timer(self, self._core.now.mono_ms + int(max(0, min(wait_ms, left_ms))))
-        if len(self._runs) == 1 or not any(self._core.shards[shard].is_up for shard, _ in self._runs):
-            self._claim_run()
-        else:
+        if self._may_pass_over():
             self._claim_again()
+        else:
+            self._claim_run()
 
     # -- events -------------------------------------------------------------------------------
 
     def closed(self) -> None:
         """The call has ended without an answer."""
-        self._end()
-        for shard, op_id in self._claims:
-            self._core.shards[shard].give_back(op_id)
+        if not self._ended:
+            self._end()
+        self._give_back()
 
     def answer_left(self, left: bool) -> None:
         for shard, op_id in self._claims:
@@ -78,6 +81,8 @@ class Poll:
 
     def timer_fired(self) -> None:
         if self._terms.wait_ms and not self._core.draining:
+            self._answer()
+        elif self._jobs:
             self._answer()
         elif self._claim is not None and self._core.shards[self._claim[0]].withdraw(self._claim[1]):
             shard, self._claim = self._claim[0], None
@@ -106,8 +111,15 @@ class Poll:
                     self._watch(shard)
 
     def hold(self) -> None:
-        if not self.timer_at and not self._ended:
+        if self._ended:
+            return
+        if not self.timer_at:
             self._core.set_timer(self, self._core.hold_until(self._call))
+        if self._claim is not None and self._may_pass_over():
+            shard, pending = self._claim
+            if not self._core.shards[shard].is_up and self._core.shards[shard].withdraw(pending):
+                self._claim = None
+                self._next_run()
 
     # -- claims -------------------------------------------------------------------------------
 
@@ -122,24 +134,33 @@ class Poll:
             self._terms.max_jobs - len(self._jobs),
             self._terms.lease_ms,
             may_wait,
-            core.config.limits.max_response_bytes - self._size,
+            self._max_bytes - self._size,
             self._woken.pop(shard, 0),
         ]
         self._claim = shard, core.shards[shard].add(operation, self, parks=may_wait)
 
     def _claimed(self, shard: int, op_id: int, status: int, data: Any) -> None:
+        if status != Status.OK:
+            # Its write failed, which may have left leases behind all the same: the successor will know.
+            self._core.shards[shard].give_back(op_id)
+            if not self._ended:
+                self._fail(Status(status), data)
+            return
         if self._ended:
-            if status == Status.OK and data:
+            if data:
                 self._core.shards[shard].give_back(op_id)
             return
-        if status != Status.OK:
-            self._fail(Status(status), data)
-            return
         if data:
-            self._claims.append((shard, op_id))
             jobs = [LeasedJob(*job) for job in data]
+            size = self._size + sum(len(job.body) + JOB_OVERHEAD_BYTES for job in jobs)
+            if self._jobs and size > self._max_bytes:
+                # A shard gives one job whatever its size, and this one is too large beside the others.
+                self._core.shards[shard].give_back(op_id)
+                self._answer()
+                return
+            self._claims.append((shard, op_id))
             self._jobs += jobs
-            self._size += sum(len(job.body) + JOB_OVERHEAD_BYTES for job in jobs)
+            self._size = size
         if len(self._runs) == 1:
             self._answer()
         else:
@@ -150,7 +171,7 @@ class Poll:
         core = self._core
         while True:
             self._run += 1
-            full = len(self._jobs) >= self._terms.max_jobs or self._size >= core.config.limits.max_response_bytes
+            full = len(self._jobs) >= self._terms.max_jobs or self._size >= self._max_bytes
             if full or self._run == len(self._runs):
                 break
             if core.shards[self._runs[self._run][0]].is_up:
@@ -193,6 +214,12 @@ class Poll:
 
     # -- the end ------------------------------------------------------------------------------
 
+    def _may_pass_over(self) -> bool:
+        """Whether there is something better to do than to wait for a claim on a shard that is down."""
+        if len(self._runs) == 1:
+            return False
+        return self._may_wait() or any(self._core.shards[shard].is_up for shard, _ in self._runs)
+
     def _may_wait(self) -> bool:
         return bool(self.timer_at and self._terms.wait_ms and not self._core.draining)
 
@@ -202,28 +229,36 @@ class Poll:
 
     def _fail(self, status: Status, text: str) -> None:
         self._end()
+        self._give_back()
+        self._core.fail(self._call, status, text)
+
+    def _give_back(self) -> None:
         for shard, op_id in self._claims:
             self._core.shards[shard].give_back(op_id)
         self._claims.clear()
-        self._core.fail(self._call, status, text)
 
     def _end(self) -> None:
         """No more is claimed for this call; what is under way is cancelled or will be given back."""
         self._ended = True
         self.timer_at = 0
         if self._claim is not None:
-            self._cancel(*self._claim)
+            shard, pending = self._claim
+            if self._cancel(shard, pending) and (woken := pending.operation[_SETTLES]):
+                self._woken[shard] = woken
         for shard, pending in self._watches.items():
             self._cancel(shard, pending)
         for shard, op_id in self._woken.items():
             self._core.shards[shard].add([self._core.next_op_id(), Op.CANCEL, op_id], None)
         self._woken.clear()
 
-    def _cancel(self, shard: int, pending: Pending) -> None:
+    def _cancel(self, shard: int, pending: Pending) -> bool:
+        """Whether the shard had not heard of it and never will; else it is told."""
         outbound = self._core.shards[shard]
-        if not outbound.withdraw(pending):
-            op_id = self._core.next_op_id()
-            outbound.add([op_id, Op.CANCEL, pending.op_id], _Cancelled(self._core, shard, pending.op_id))
+        if outbound.withdraw(pending):
+            return True
+        op_id = self._core.next_op_id()
+        outbound.add([op_id, Op.CANCEL, pending.op_id], _Cancelled(self._core, shard, pending.op_id))
+        return False
 
     def _by_shard(self, queues: tuple[str, ...]) -> list[tuple[int, list[str]]]:
         """The queues in their order, in runs of neighbours on one shard."""

@@ -8,7 +8,7 @@ never lost). Handed out records are passed over by other drains, so nobody else 
 from __future__ import annotations
 
 from enum import IntEnum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from common.wire import DeadLetter
 from shard import keys
@@ -141,6 +141,10 @@ class DeadLetters:
         if head is None or place < head:
             self._heads[queue] = place
             heappush(self._heap, (*place, queue.slot, queue.number, queue))
+            if len(self._heap) > 2 * len(self._heads) + 64:
+                # Heads that were taken stay in the heap while another queue has an older record.
+                self._heap = [(*head, other.slot, other.number, other) for other, head in self._heads.items()]
+                heapify(self._heap)
 
     def _put_back(self, taken: list[tuple[Queue, bytes]]) -> None:
         for queue, key in taken:

@@ -170,8 +170,11 @@ class Machine:
         same attempt. On its last attempt a job keeps its lease until it runs out.
         """
         self._advance(now)
-        for op_id in self._waiting.of_router(router):
-            self._remove_waiter(op_id)
+        # All of them leave before any wake-up is passed on, or it would go to another of them.
+        gone = [self._waiting.remove(op_id) for op_id in self._waiting.of_router(router)]
+        for waiter in gone:
+            if waiter is not None:
+                self._serve_promised(waiter)
         self._dead.router_gone(router)
         for op_id in [op_id for op_id, (owner, _) in self._claims.items() if owner == router]:
             for lease in self._unconfirmed(op_id):

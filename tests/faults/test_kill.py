@@ -6,8 +6,9 @@ import asyncio
 from contextlib import AsyncExitStack
 from datetime import timedelta
 
+import grpc.aio
 import pytest
-from sepp import Job, RetryPolicy, SeppClient
+from sepp import EnqueueRequest, Job, RetryPolicy, SeppClient
 from sepp.errors import ClientError, JobNotFoundError, TransportError
 
 from tests.faults.stream import LEASE, Stream
@@ -136,6 +137,24 @@ async def test_children_end_with_a_killed_supervisor_and_a_new_server_has_their_
         await stream.settle(client)
 
 
+async def test_a_job_is_delivered_as_often_as_it_has_attempts_over_kills(new_server: StartServer) -> None:
+    server = new_server().start()
+    queue = server.queue_on(0)
+    short = timedelta(milliseconds=100)
+    async with connected(server.address) as client:
+        await client.enqueue(EnqueueRequest(queue, "letter", max_attempts=3))
+        assert (await reserve_one(client, queue, lease=short)).ctx.attempt == 1
+    for attempt in (2, 3):
+        await asyncio.to_thread(server.kill_all)
+        server.restart()
+        async with connected(server.address) as client:
+            assert (await reserve_one(client, queue, lease=short)).ctx.attempt == attempt
+    await asyncio.to_thread(server.kill_all)
+    server.restart()
+    async with connected(server.address) as client:
+        assert await reserve(client, queue, wait=3 * short) == []
+
+
 # -- a shard --------------------------------------------------------------------------------------
 
 
@@ -203,10 +222,13 @@ async def test_an_enqueue_waits_for_a_shard_that_is_down(new_server: StartServer
         # Killed more than once, it is away for a while: it starts again with growing delays.
         for _ in range(3):
             await asyncio.to_thread(server.kill, "shard-0")
-        try:
-            ack = await client.enqueue(job(queue))
-        except TransportError:  # the router had not heard of the end when it sent it
-            return
+        while True:
+            try:
+                ack = await client.enqueue(job(queue))
+                break
+            except TransportError as error:  # the router had not heard of the end yet
+                assert isinstance(error.__cause__, grpc.aio.AioRpcError)
+                assert error.__cause__.code() == grpc.StatusCode.ABORTED
         await asyncio.to_thread(server.wait_until_back, "shard-0")
         assert (await reserve_one(client, queue)).ctx.id == ack.job_id
 
@@ -308,6 +330,7 @@ async def test_a_stop_under_load_keeps_every_ok_and_answers_every_parked_poll(
         await stream.until(lambda: len(stream.confirmed) >= 5 * SOME)
         server.terminate()
         assert [await settled(poll) for poll in polls] == [[]] * PARKED
+        server.terminate()  # a second one, while it stops or after, changes nothing
         status = await asyncio.to_thread(server.exit_status)
         await stream.end()
         assert status == 0, server.log.text()
@@ -316,7 +339,7 @@ async def test_a_stop_under_load_keeps_every_ok_and_answers_every_parked_poll(
         await stream.settle(client)
 
 
-async def test_a_stop_with_a_hanging_client_frees_what_it_could_not_be_given(new_server: StartServer) -> None:
+async def test_a_stop_leaves_ready_what_a_cancelled_poll_might_have_had(new_server: StartServer) -> None:
     server = new_server().start()
     queue = server.queue_on(0)
     async with connected(server.address) as client:

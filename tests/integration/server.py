@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 # In the environment of every process of one server, and of no other: so they are found, orphans too.
 TAG = "TEST_SERVER"
-# The state of an established connection in /proc/net/tcp.
+# The state of an established connection in the kernel's tables.
 ESTABLISHED = "01"
 
 Entry = dict[str, Any]
@@ -100,7 +100,7 @@ class Server:
         launcher: tuple[str, ...] = (),
     ) -> None:
         # Not tmp_path: its names are too long for sockets.
-        self.home = Path(tempfile.mkdtemp(prefix="sepp-"))
+        self.home = Path(tempfile.mkdtemp(prefix="sepp-")).resolve()
         self.data = data or self.home / "data"
         self.shards = shards
         (self.home / "run").mkdir()
@@ -248,7 +248,11 @@ class Server:
     def connections(self) -> dict[str, str]:
         """Connections that clients have to this server: an id for each, and the router that serves it."""
         port = int(self.address.rpartition(":")[2])
-        rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        # gRPC listens on a socket of the other family where it can, for IPv4 addresses too.
+        tables = [
+            Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6") if Path(f"/proc/net/{name}").exists()
+        ]
+        rows = [row.split() for table in tables for row in table.splitlines()[1:]]
         inodes = {row[9] for row in rows if row[3] == ESTABLISHED and int(row[1].partition(":")[2], 16) == port}
         found = {}
         for index in range(int(self._environ["SEPP_SERVER__ROUTERS"])):

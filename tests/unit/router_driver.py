@@ -67,8 +67,15 @@ class FakeShard:
         self.generation = 0
         self.taken = 0  # number of the last envelope that was taken
         self.waiting: dict[int, Operation] = {}  # taken and not answered, by op id
+        # Op ids of what the shard may have handed out and has not heard the end of.
+        self.claimed: set[int] = set()
+        # Op ids of watches that were told of a job, and have not claimed or passed it on.
+        self.woken: set[int] = set()
+        self._returning: list[tuple[int, int]] = []  # number of an envelope, op id that it gives back
         self.confirmed: list[int] = []
         self.given_back: list[int] = []
+        self._drains: set[int] = set()
+        self.kept: list[tuple[int, int]] = []  # op id of a drain, and how many of its records go into the answer
         self._driver = driver
 
     def up(self) -> None:
@@ -79,8 +86,13 @@ class FakeShard:
         self._driver.core.shard_up(self.index, self.generation, self._driver.now)
 
     def down(self) -> None:
-        """Its process ends, and all that it knew."""
+        """Its process ends, and all that it had in memory. A reserve may have left a lease on the disk."""
         generation, self.generation = self.generation, 0
+        self.claimed |= {op_id for op_id, operation in self.waiting.items() if operation[1] == Op.RESERVE}
+        self.claimed |= {op_id for _, op_id in self._returning}
+        self.claimed -= self._drains
+        self._returning.clear()
+        self.woken.clear()
         self.waiting.clear()
         self._driver.core.shard_down(self.index, generation, self._driver.now)
 
@@ -97,22 +109,37 @@ class FakeShard:
             self.taken += 1
             assert (envelope.sender, envelope.generation, envelope.number) == (ROUTER, self.generation, self.taken)
             for operation in envelope.items:
-                self._note(operation)
+                self._note(envelope.number, operation)
         return envelopes
 
-    def _note(self, operation: Operation) -> None:
-        if operation[1] == Op.CONFIRM:
-            self.confirmed += operation[2]
-        elif operation[1] == Op.GIVE_BACK:
-            self.given_back += operation[2]
-        else:
-            assert operation[0] not in self.waiting, f"sent twice: {operation}"
-            self.waiting[operation[0]] = operation
+    def _note(self, number: int, operation: Operation) -> None:
+        op_id, kind, *arguments = operation
+        match kind:
+            case Op.CONFIRM:
+                self.confirmed += arguments[0]
+                self.claimed -= set(arguments[0])
+                return
+            case Op.GIVE_BACK:
+                self.given_back += arguments[0]
+                self.claimed -= set(arguments[0])
+                self._returning += [(number, given_back) for given_back in arguments[0]]
+                return
+            case Op.KEEP:
+                self.kept.append((arguments[0], arguments[1]))
+                return
+            case Op.RESERVE:
+                self.woken.discard(arguments[5])
+            case Op.CANCEL:
+                self.woken.discard(arguments[0])
+            case Op.DRAIN:
+                self._drains.add(op_id)
+        assert op_id not in self.waiting, f"sent twice: {operation}"
+        self.waiting[op_id] = operation
 
     def operations(self) -> list[Operation]:
-        """The operations that want a result; the others are in `confirmed` and `given_back`."""
+        """Those that somebody waits for; the others are noted in `confirmed`, `given_back` and `kept`."""
         items = [operation for envelope in self.envelopes() for operation in envelope.items]
-        return [operation for operation in items if operation[0]]
+        return [operation for operation in items if operation[1] not in (Op.CONFIRM, Op.GIVE_BACK, Op.KEEP)]
 
     def operation(self) -> Operation:
         """The only one that the core has sent."""
@@ -122,13 +149,23 @@ class FakeShard:
 
     def send(self, *results: list[Any], number: int | None = None) -> None:
         """An envelope to the core; it answers all that was taken, unless it says less."""
-        for op_id, _, _ in results:
+        for op_id, status, data in results:
             operation = self.waiting.pop(op_id, None)
-            if operation is not None and operation[1] == Op.CANCEL:
-                self.waiting.pop(operation[2], None)
+            if operation is not None:
+                self._note_result(operation, status, data)
         answered = self.taken if number is None else number
+        self._returning = [entry for entry in self._returning if entry[0] > answered]
         message = wire.pack(self.generation, self.name, answered, list(results))
         self._driver.core.envelope(message, self._driver.now)
+
+    def _note_result(self, operation: Operation, status: int, data: Any) -> None:
+        op_id, kind, *arguments = operation
+        if kind == Op.CANCEL:
+            self.waiting.pop(arguments[0], None)
+        elif kind == Op.WATCH:
+            self.woken.add(op_id)
+        elif kind in (Op.RESERVE, Op.DRAIN) and (data or status != Status.OK):
+            self.claimed.add(op_id)
 
     def answer(self, operation: Operation, data: Any = None, status: int = Status.OK) -> None:
         """The result of one operation."""
@@ -148,8 +185,12 @@ def _usual(operation: Operation) -> Any:
     match operation[1]:
         case Op.ENQUEUE:
             return [job_id_on(queue, number) for number, (queue, *_) in enumerate(operation[3])]
-        case Op.RESERVE:
+        case Op.ENQUEUE_ATOMIC:
+            return [True, [job_id_on(queue, number) for number, (queue, *_) in enumerate(operation[3])]]
+        case Op.RESERVE | Op.DRAIN:
             return []
+        case Op.KNOWN:
+            return [False for _ in operation[2]]
         case Op.NACK:
             return False
         case Op.EXTEND:
@@ -197,10 +238,10 @@ class RouterDriver:
         self.core.arrived(call, self.now)
         return call
 
-    def enqueue(self, *queues: str, **options: Any) -> FakeCall:
+    def enqueue(self, *queues: str, method: str = "EnqueueBatch", **options: Any) -> FakeCall:
         """A batch of one small job for each queue that is named."""
         jobs = [pb.EnqueueRequest(queue=queue, job_type="t") for queue in queues]
-        return self.call("EnqueueBatch", pb.EnqueueBatchRequest(jobs=jobs), **options)
+        return self.call(method, pb.EnqueueBatchRequest(jobs=jobs), **options)
 
     def reserve(
         self, *queues: str, wait_ms: int = 0, max_jobs: int = 1, lease_ms: int = 30_000, **options: Any
@@ -299,14 +340,15 @@ class RouterDriver:
             self.left(call)
         self.serve()
         assert [call for call in self._calls if not (self.is_answered(call) or id(call) in self._gone)] == []
-        assert [shard.waiting for shard in self.shards if shard.waiting] == []
+        for shard in self.shards:
+            assert (shard.waiting, shard.claimed, shard.woken) == ({}, set(), set())
         assert_idle(self.core)
 
 
 def assert_idle(core: Core) -> None:
     """No call, timer or operation is left in the core's tables."""
     assert core.replies == []
-    assert core._polls == {}
+    assert core._watched == {}
     assert core.next_timer_ms() is None
     for outbound in core.shards:
         assert outbound.messages == []
@@ -314,7 +356,7 @@ def assert_idle(core: Core) -> None:
         assert [pending.operation for pending in outbound._sent.values()] == []
         assert outbound._withdrawn == len(outbound._unsent)
         assert (outbound._waiting_bytes, outbound._parked) == (0, 0)
-        assert (outbound._confirmed, outbound._given_back, outbound._giving_back) == ([], [], {})
+        assert (outbound._kept, outbound._confirmed, outbound._given_back, outbound._giving_back) == ([], [], [], {})
         assert outbound._number == outbound._answered
 
 

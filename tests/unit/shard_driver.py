@@ -265,7 +265,7 @@ class Shard:
         return found
 
     def keep(self, op_id: int, count: int) -> None:
-        assert self.answer(self.send(Op.KEEP, op_id, count)) is None
+        assert self._data(self.send(Op.KEEP, op_id, count)) is None
 
     def known(self, *queues: str) -> list[bool]:
         found: list[bool] = self._data(self.send(Op.KNOWN, list(queues)))

@@ -9,7 +9,7 @@ import pytest
 from common import queue_pb2 as pb
 from router import core as core_module
 from router import outbound
-from router.front import Status
+from router.front import METHODS, Status
 from tests.unit.router_driver import (
     VERSION,
     WALL_MS,
@@ -23,7 +23,7 @@ from tests.unit.router_driver import (
 )
 
 KEYED = {"api_keys": [{"name": "one", "key": "first-key"}, {"name": "two", "key": "second-key"}]}
-ALL_METHODS = ("EnqueueBatch", "Reserve", "Ack", "Nack", "Extend", "GetServerInfo")
+METHODS_WITH_TEXT = ("EnqueueBatch", "EnqueueAtomic", "Reserve", "Ack", "Nack", "Extend", "DrainDeadLetters")
 
 
 @pytest.fixture
@@ -45,21 +45,21 @@ def test_an_unknown_method_is_unimplemented(router: RouterDriver) -> None:
     assert router.failure(call).status == Status.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize("method", ALL_METHODS)
+@pytest.mark.parametrize("method", METHODS)
 def test_bytes_that_are_no_message_are_an_internal_error(router: RouterDriver, method: str) -> None:
     call = router.call(method, b"\xff")
     assert router.failure(call).status == Status.INTERNAL
 
 
-@pytest.mark.parametrize("method", ALL_METHODS[:5])
+@pytest.mark.parametrize("method", METHODS_WITH_TEXT)
 def test_text_that_is_not_utf_8_is_an_internal_error(router: RouterDriver, method: str) -> None:
     # Field 1 is text, a list of texts, or a message whose field 1 is text.
-    request = b"\x0a\x04\x0a\x02\xff\xfe" if method == "EnqueueBatch" else b"\x0a\x02\xff\xfe"
+    request = b"\x0a\x04\x0a\x02\xff\xfe" if method.startswith("Enqueue") else b"\x0a\x02\xff\xfe"
     call = router.call(method, request)
     assert router.failure(call).status == Status.INTERNAL
 
 
-@pytest.mark.parametrize("method", ALL_METHODS[:5])
+@pytest.mark.parametrize("method", METHODS_WITH_TEXT[:6])
 def test_an_empty_request_is_an_invalid_argument(router: RouterDriver, method: str) -> None:
     call = router.call(method)
     assert router.failure(call).status == Status.INVALID_ARGUMENT
@@ -234,7 +234,7 @@ def test_calls_that_give_up_before_they_are_sent_do_not_pile_up(router: RouterDr
 def test_a_poll_that_was_answered_is_remembered_until_its_answer_has_left(router: RouterDriver) -> None:
     call = router.reserve(queue_on(0))
     router.serve()
-    assert len(router.core._polls) == 1
+    assert len(router.core._watched) == 1
     router.left(call)
     assert_idle(router.core)
 
