@@ -10,19 +10,23 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import structlog
 import typer
+from pydantic import JsonValue
 from rich.console import Console
 from rich.table import Table
 
-from common import __version__, logs
+from common import __version__, admin_cli, logs
+from common.admin_client import AdminError
 from common.children import ChildTerms
-from common.config import Config, ConfigError, Loaded, example, load, parse_address
+from common.config import ConfigError, Loaded, chosen_file, example, load, load_again, parse_address
+from common.config_file import ConfigFile
+from common.config_tls import read_tls
 from common.control import one_line
 from common.data_directory import DataDirectory, DataDirectoryError
 from common.listen_address import ListenAddress, ListenAddressError, hold
@@ -40,6 +44,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at the configuration.")
 app.add_typer(config_app, name="config")
+app.add_typer(admin_cli.app)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class _Row:
     """One line of `config check`."""
 
     key: str
-    value: str
+    value: JsonValue
     source: str
 
 
@@ -64,7 +69,7 @@ def _run(arguments: list[str], terms: ChildTerms) -> int:
         status = app(arguments, prog_name=PROGRAM, standalone_mode=False, obj=terms)
     except typer.TyperException as error:  # an unknown command, a missing value
         return _fail(f"{error.format_message()} (`{PROGRAM} --help` shows what there is)")
-    except (ConfigError, DataDirectoryError, ListenAddressError, SlotMapError, StartError) as error:
+    except (AdminError, ConfigError, DataDirectoryError, ListenAddressError, SlotMapError, StartError) as error:
         return _fail(str(error))
     except typer.Abort:
         return 1
@@ -111,12 +116,13 @@ def serve(
     # An option is one more way to set the variable: so there is one way in which values are checked.
     given = {f"SEPP_SERVER__{name}": value for name, value in options.items() if value is not None}
     environ = {**os.environ, **given}
+    file = ConfigFile(chosen_file(config, environ))  # before it is loaded, so that no later change is missed
     loaded = _load_with_options(config, environ, given)
     logs.configure(loaded.config.logging.level, loaded.config.logging.format, "supervisor")
     _log_warnings(loaded)
     terms = context.obj
     assert isinstance(terms, ChildTerms)
-    return _serve(loaded.config, config, environ, terms)
+    return _serve(loaded, lambda before: load_again(before, config, environ), file, environ, terms)
 
 
 def _load_with_options(path: Path | None, environ: Mapping[str, str], given: Mapping[str, str]) -> Loaded:
@@ -131,11 +137,19 @@ def _load_with_options(path: Path | None, environ: Mapping[str, str], given: Map
         raise ConfigError(text) from error
 
 
-def _serve(config: Config, path: Path | None, environ: Mapping[str, str], terms: ChildTerms) -> int:
-    with DataDirectory.open(config.server.db_path, environ) as directory:
-        slot_map = directory.slot_map(config.server.shards)
-        with hold(ListenAddress(*parse_address(config.server.listen_addr))) as listen:
-            supervisor = Supervisor(config, lambda: load(path, environ), directory, slot_map, listen, terms)
+def _serve(
+    loaded: Loaded,
+    reload: Callable[[Loaded], Loaded],
+    file: ConfigFile,
+    environ: Mapping[str, str],
+    terms: ChildTerms,
+) -> int:
+    server = loaded.config.server
+    read_tls(server)  # each router reads them for itself; here what is wrong is said once, before anything starts
+    with DataDirectory.open(server.db_path, environ) as directory:
+        slot_map = directory.slot_map(server.shards)
+        with hold(ListenAddress(*parse_address(server.listen_addr))) as listen:
+            supervisor = Supervisor(loaded, reload, file, directory, slot_map, listen, terms)
             return asyncio.run(supervisor.run())
 
 
@@ -156,19 +170,40 @@ def config_check(
     path: Annotated[
         Path | None, typer.Argument(help="The configuration file; else SEPP_CONFIG or ./sepp.toml.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, warnings in it.")] = False,
 ) -> None:
     """Check a configuration and print the values in effect and where each comes from."""
     loaded = load(path, os.environ)
-    for warning in loaded.warnings:
-        print(f"{PROGRAM}: warning: {one_line(warning)}", file=sys.stderr)
+    warnings = [one_line(warning) for warning in (*loaded.warnings, *_tls_warnings(loaded))]
+    if as_json:
+        print(_as_json(loaded, warnings))
+        return
+    for warning in warnings:
+        print(f"{PROGRAM}: warning: {warning}", file=sys.stderr)
     table = Table("key", "value", "source", box=None, pad_edge=False)
     table.columns[1].overflow = "fold"
     for row in _rows(loaded):
-        table.add_row(row.key, row.value, row.source)
+        shown = "(unset)" if row.value is None else json.dumps(row.value, ensure_ascii=False)
+        table.add_row(row.key, shown, row.source)
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
         console.width = _UNLIMITED_COLUMNS
     console.print(table)
+
+
+def _tls_warnings(loaded: Loaded) -> list[str]:
+    """No error here: a configuration may be checked on another machine than the one with the files."""
+    try:
+        read_tls(loaded.config.server)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _as_json(loaded: Loaded, warnings: list[str]) -> str:
+    values = {row.key: {"value": row.value, "source": row.source} for row in _rows(loaded)}
+    file = None if loaded.path is None else str(loaded.path)
+    return json.dumps({"file": file, "values": values, "warnings": warnings}, ensure_ascii=False, indent=2)
 
 
 def _rows(loaded: Loaded) -> Iterator[_Row]:
@@ -177,16 +212,14 @@ def _rows(loaded: Loaded) -> Iterator[_Row]:
     for section, values in dumped.items():
         for name, value in values.items():
             key = f"{section}.{name}"
-            yield _Row(key, _shown(key, value), loaded.sources.get(key, "default"))
+            yield _Row(key, _hidden(value) if key == "auth.api_keys" else value, loaded.sources.get(key, "default"))
     for place, queue in enumerate(queues):
         own = {name: value for name, value in queue.items() if value is not None}
-        yield _Row(f"queues[{place}]", json.dumps(own, ensure_ascii=False), loaded.sources.get("queues", "file"))
+        yield _Row(f"queues[{place}]", own, loaded.sources.get("queues", "file"))
 
 
-def _shown(key: str, value: object) -> str:
-    """A value as it would be written; an API key itself belongs on no screen."""
-    if value is None:
-        return "(unset)"
-    if key == "auth.api_keys" and isinstance(value, list):
-        value = [{**one, "key": "(hidden)"} for one in value]
-    return json.dumps(value, ensure_ascii=False)
+def _hidden(api_keys: JsonValue) -> JsonValue:
+    """The names of API keys; a key itself belongs on no screen."""
+    if not isinstance(api_keys, list):
+        return api_keys
+    return [{**one, "key": "(hidden)"} for one in api_keys if isinstance(one, dict)]

@@ -124,8 +124,12 @@ def load(path: Path | None, environ: Mapping[str, str]) -> Loaded:
 def load_again(before: Loaded, path: Path | None, environ: Mapping[str, str]) -> Loaded:
     """What `load` gives for a running server. Raises ConfigError also when there was a file and is none.
 
-    Falling back to the defaults then would take the keys off a server because somebody moved a file.
+    Falling back to the defaults then would take the keys off a server because somebody moved a file; so
+    would a pipe, which has nothing to give a second time.
     """
+    chosen = chosen_file(path, environ)
+    if chosen.exists() and not chosen.is_file():
+        raise ConfigError(f"{chosen}: is no regular file and cannot be read again")
     loaded = load(path, environ)
     if loaded.path is None and before.path is not None:
         raise ConfigError(f"{before.path}: the configuration file is gone")

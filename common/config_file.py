@@ -1,8 +1,8 @@
 """The configuration file of a running server, watched for what is saved to it.
 
 The system tells of changes in the folders where the file can be replaced; besides, the file is looked at every
-few seconds, because some file systems tell nothing and a watch is lost with its folder. What counts is the
-content: a change is one when reading the file gives something else than before.
+second, because not every change is told. What counts is the content: a change is one when reading the file
+gives something else than before.
 
 Nothing is done with a file that is still being written. An editor may empty it, or take it away for a moment,
 and an empty file is a valid configuration that lets everybody in.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -25,8 +25,9 @@ from watchfiles import awatch
 SETTLE_S = 0.1
 # So many times as long must a file be empty or gone.
 SETTLE_LOOKS_EMPTY = 10
-# The file is looked at this often at least, in ms, also where the system tells of no change.
-LOOK_MS = 2_000
+# The file is looked at this often at least, in ms, also where the system tells of no change: on some network
+# file systems, for a file that is mounted by itself, and in the moment when the folders to watch change.
+LOOK_MS = 1_000
 # A change is told of when no other has followed for the first time, at the latest after the second; in ms.
 _QUIET_MS = 20
 _GATHER_MS = 200
@@ -50,23 +51,23 @@ class ConfigFile:
         """What the file holds now is known: only what is saved later is a change."""
         self._seen = _content(self._path)
 
-    async def changes(self) -> AsyncIterator[None]:
+    async def changes(self) -> AsyncGenerator[None, None]:
         """Gives the caller a turn whenever the file has come to hold something else. Never ends by itself."""
         logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it tells of every change in the folder
         while True:
-            watched = _watched(self._path)
-            async with aclosing(self._looks(list(watched))) as looks:
+            folders = _folders(self._path)
+            async with aclosing(self._looks(list(folders))) as looks:
                 async for _ in looks:
                     if await self._has_changed():
                         yield
-                    if _watched(self._path) != watched:
+                    if _folders(self._path) != folders:
                         break
 
-    async def _looks(self, paths: list[Path]) -> AsyncIterator[None]:
+    async def _looks(self, folders: list[Path]) -> AsyncGenerator[None, None]:
         """A turn whenever the system tells of a change, and every LOOK_MS."""
         try:
             changes = awatch(
-                *paths,
+                *folders,
                 watch_filter=None,
                 debounce=_GATHER_MS,
                 step=_QUIET_MS,
@@ -112,15 +113,10 @@ def _content(path: Path) -> bytes:
     return sha256(raw).digest() if raw else _EMPTY
 
 
-def _watched(path: Path) -> dict[Path, int]:
-    """What to watch, with inode numbers, which change when one is replaced.
-
-    The folder of the path, the folder of the file that it leads to, and that file: its folder is not told when
-    it is written to under another name.
-    """
-    real = Path(os.path.realpath(path))
+def _folders(path: Path) -> dict[Path, int]:
+    """The folder of the path and that of the file it leads to, with inode numbers: another one may take the name."""
     found = {}
-    for one in (path.parent, real.parent, real):
-        with suppress(OSError):  # what is not there yet is found by a look
-            found[one] = one.stat().st_ino
+    for folder in (path.parent, Path(os.path.realpath(path)).parent):
+        with suppress(OSError):  # a look finds it when it is there
+            found[folder] = folder.stat().st_ino
     return found

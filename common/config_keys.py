@@ -96,6 +96,11 @@ def allowed(field: FieldInfo) -> str:
 
 # ---- error texts ----
 
+# What API keys are written under, also in the wrong place and with a slip of the finger.
+_KEY_NAMES = ("auth", "api_keys", "api_key", "keys", "key")
+# How alike two names must be, from 0 to 1: "aut" and "apikeys" are, "limits" and "tls_key_path" are not.
+_ALIKE = 0.8
+
 
 def _held(location: Location, value: object) -> str:
     """A value for an error text; never an API key, which belongs into no log."""
@@ -103,12 +108,6 @@ def _held(location: Location, value: object) -> str:
     if location[0] == "auth" or any(isinstance(name, str) and _means_a_key(name) for name in names):
         return f"a hidden {type(value).__name__}"
     return shown(value)
-
-
-# What keys are written under, also in the wrong place and with a slip of the finger.
-_KEY_NAMES = ("auth", "api_keys", "api_key", "keys", "key")
-# How alike two names must be, from 0 to 1: "aut" and "apikeys" are, "limits" and "tls_key_path" are not.
-_ALIKE = 0.8
 
 
 def _means_a_key(name: str) -> bool:

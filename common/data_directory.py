@@ -115,8 +115,8 @@ class DataDirectory:
             return self._first_slot_map(configured_shards or half_of_the_cores())
         if configured_shards not in (None, stored.shards):
             raise DataDirectoryError(
-                f"server.shards is {configured_shards}, but {self.path} has {stored.shards} shards; "
-                f"change their number with scripts/rebalance.py, or leave server.shards out"
+                f"server.shards is {configured_shards}, but {self.path} has {stored.shards} shards, and "
+                f"scripts/rebalance.py, which changes their number, is not in this version; leave server.shards out"
             )
         for shard in range(stored.shards):
             if not self.shard_path(shard).is_dir():

@@ -31,7 +31,8 @@ import structlog
 
 from common import __version__
 from common.children import Backoff, Child, ChildTerms
-from common.config import Config, ConfigError, Loaded, restart_keys, with_live
+from common.config import ConfigError, Loaded, changed_keys, restart_keys, with_live
+from common.config_file import ConfigFile
 from common.control import (
     ConfigChanged,
     ControlError,
@@ -55,6 +56,8 @@ from common.slots import SlotMap
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
+# Names of changed keys that one line of the log shows; ten thousand queues can change at once.
+KEYS_SHOWN_MAX = 50
 # After a process has ended, what it wrote is already in the channel; this only bounds the reading,
 # should something else still hold the other end open.
 LAST_WORDS_S = 1.0
@@ -90,25 +93,33 @@ class _Place:
 
 
 class Supervisor:
-    """Runs a server on a directory and a port that are held already. One `run` per object."""
+    """Runs a server on a directory and a port that are held already. One `run` per object.
+
+    `reload` reads the configuration again, given what was loaded before, and raises ConfigError; it is
+    called on SIGHUP and when something else is saved to `file`.
+    """
 
     def __init__(
         self,
-        config: Config,
-        reload: Callable[[], Loaded],
+        loaded: Loaded,
+        reload: Callable[[Loaded], Loaded],
+        file: ConfigFile,
         directory: DataDirectory,
         slot_map: SlotMap,
         listen: HeldAddress,
         terms: ChildTerms,
     ) -> None:
-        self._config = config
+        # What was read last; `_config` is what holds: live keys of it, the others as they were at the start.
+        self._loaded = loaded
+        self._config = loaded.config
         self._reload = reload
+        self._file = file
         self._directory = directory
         self._slot_map = slot_map
         self._listen = listen
         self._terms = terms
         self._shards = [_Place(Role.SHARD, index) for index in range(slot_map.shards)]
-        routers = config.server.routers or half_of_the_cores()
+        routers = self._config.server.routers or half_of_the_cores()
         self._routers = [_Place(Role.ROUTER, index) for index in range(routers)]
         self._is_serving = False
         self._stop_asked = asyncio.Event()
@@ -128,11 +139,14 @@ class Supervisor:
         self._handle_signals(asyncio.get_running_loop())
         for place in (*self._shards, *self._routers):
             self._keepers[asyncio.create_task(self._keep(place), name=place.name)] = place
+        watching = asyncio.create_task(self._watch_file(), name="config")
         try:
             await self._start()
             await self._until_asked_to_stop()
             await self._stop()
         finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
             await self._kill_all()
             # A second SIGTERM while the interpreter winds down must not turn the exit status into a signal.
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -161,22 +175,40 @@ class Supervisor:
         log.info("stopping", signal=why, grace_ms=self._config.server.shutdown_grace_ms)
         self._stop_asked.set()
 
+    # -- configuration --------------------------------------------------------------------------
+
+    async def _watch_file(self) -> None:
+        """Reload when the file is saved. What breaks here must not end a server that serves."""
+        try:
+            async for _ in self._file.changes():
+                self._reload_config()
+        except Exception:
+            log.exception("the configuration file is not watched any more, SIGHUP still reloads it")
+
     def _reload_config(self) -> None:
         """Read the configuration again; a broken one changes nothing."""
+        self._file.note()
         try:
-            loaded = self._reload()
+            loaded = self._reload(self._loaded)
             config = with_live(self._config, loaded.config)
         except ConfigError as error:
             log.error("configuration not reloaded, the running one stays", reason=str(error))
             return
         for warning in loaded.warnings:
-            log.warning("configuration", warning=warning)
+            if warning not in self._loaded.warnings:
+                log.warning("configuration", warning=warning)
         waiting = restart_keys(self._config, loaded.config)
         if waiting:
             log.warning("changed keys that need a restart keep their running values", keys=waiting)
+        changed = changed_keys(self._config, config)
+        self._loaded = loaded
         self._config = config
+        if not changed:
+            log.debug("configuration read again, nothing has changed")
+            return
         self._send_to((*self._shards, *self._routers), ConfigChanged(config=self._config_json()))
-        log.info("configuration reloaded")
+        more = {"more": len(changed) - KEYS_SHOWN_MAX} if len(changed) > KEYS_SHOWN_MAX else {}
+        log.info("configuration reloaded", keys=changed[:KEYS_SHOWN_MAX], **more)
 
     # -- the phases -----------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ because the clients of those operations may have been told that they were not do
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
@@ -61,6 +61,42 @@ class Op(IntEnum):
     KEEP = 12
     # queues → for each, whether it has jobs or dead letters
     KNOWN = 13
+    # an AdminCommand and its arguments → see there
+    ADMIN = 14
+
+
+class AdminCommand(StrEnum):
+    """What operators look at and do, with arguments and the data of results.
+
+    Each is a bounded piece of work. What may be longer takes a cursor, b"" at first, and gives the
+    next one with its result, None when it is done. All of them but QUEUES, TOTALS, DEAD and FIND are
+    NOT_FOUND for a queue that nothing is stored of.
+    """
+
+    # cursor → [[QueueRow, …], cursor]
+    QUEUES = "queues"
+    # name → QueueRow
+    QUEUE = "queue"
+    # cursor → [Totals, cursor]; the totals of all steps are to be added up
+    TOTALS = "totals"
+    # name, JobState, cursor, limit → [[JobRow, …], cursor]
+    JOBS = "jobs"
+    # cursor, limit → [[JobRow, …], cursor], the dead letters of all queues
+    DEAD = "dead"
+    # job id, cursor → [JobRow or None, cursor]
+    FIND = "find"
+    # name, cursor → [jobs removed, cursor]; what is enqueued after the first step stays
+    PURGE = "purge"
+    # name, number of the queue or 0, may wait? → [number, jobs in flight]. The queue is closing from
+    # now on, unless jobs are in flight and it may not wait: then FAILED_PRECONDITION.
+    CLOSE = "close"
+    # name, number, cursor → [jobs, dead letters and keys removed, cursor], of a closing queue. After
+    # the last step the queue is gone. ABORTED when it was closing no more.
+    REMOVE = "remove"
+    # name, [[failed_at_ms, job id, priority, max_attempts], …] → [job id, …] of those that are ready again
+    REQUEUE = "requeue"
+    # name, [[failed_at_ms, job id], …] → how many dead letters were deleted
+    DELETE_DEAD = "delete_dead"
 
 
 class Outcome(IntEnum):
@@ -77,6 +113,15 @@ class Strategy(IntEnum):
     DEFAULT = 0
     DELAY = 1
     DEAD_LETTER = 2
+
+
+class JobState(IntEnum):
+    """Where a job is."""
+
+    READY = 1
+    SCHEDULED = 2
+    LEASED = 3
+    DEAD = 4
 
 
 class EnqueueJob(NamedTuple):
@@ -107,6 +152,47 @@ class LeasedJob(NamedTuple):
     job_id: bytes
     attempt: int
     lease_expires_ms: int
+    body: bytes
+
+
+class QueueRow(NamedTuple):
+    """A queue as operators see it."""
+
+    name: str
+    slot: int
+    number: int  # in its slot; never used again
+    ready: int
+    scheduled: int
+    leased: int
+    dead: int
+    keys: int  # idempotency records
+    waiting: int  # polls that wait for a job of it
+    oldest_ms: int  # when the oldest job was accepted that is the first ready one of its priority; 0: none is known
+    closing_until_ms: int  # 0: it is not closing
+
+
+class Totals(NamedTuple):
+    """What a shard holds, or a part of its queues."""
+
+    queues: int
+    ready: int
+    scheduled: int
+    leased: int
+    dead: int
+    keys: int
+    waiting: int
+
+
+class JobRow(NamedTuple):
+    """A job as operators see it, in any state."""
+
+    queue: str
+    job_id: bytes
+    state: int
+    attempt: int  # of the delivery that is out, or of the next one, or the last one of a dead letter
+    at_ms: int  # when it is due, its lease ends or it failed; 0 when it is ready
+    cause: int  # 0 unless it is a dead letter
+    reason: str | None
     body: bytes
 
 

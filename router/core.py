@@ -25,6 +25,7 @@ from common.slots import slot_of
 from common.wire import EnqueueJob, Op, unpack
 from router import admission, answers
 from router.admission import IsKnown, Refusal
+from router.asks import AskFlow, Done
 from router.drains import DrainFlow
 from router.flows import AtomicFlow, EnqueueFlow, KnownFlow, LeaseFlow, Part
 from router.front import WATCHED_METHODS, Call, Status
@@ -123,6 +124,20 @@ class Core:
         if not self._is_authorised(call):
             self.fail(call, Status.UNAUTHENTICATED, "no listed API key: send metadata `authorization: Bearer <key>`")
             return
+        self._begin(call)
+
+    def arrived_trusted(self, call: Call, now: Moment) -> None:
+        """A call whose caller has shown in another way that it may ask for everything."""
+        self.now = now
+        self._begin(call)
+
+    def ask(self, shard: int, arguments: list[Any], done: Done, now: Moment) -> None:
+        """An operation, without its id, whose status and data go to `done`; UNAVAILABLE when the shard is down."""
+        self.now = now
+        AskFlow(self, shard, done).begin(arguments)
+        self._pump()
+
+    def _begin(self, call: Call) -> None:
         method = self._methods.get(call.method)
         if method is None:
             self.fail(call, Status.UNIMPLEMENTED, f"{call.method} is not implemented by this version of the server")
@@ -242,8 +257,10 @@ class Core:
         if api_keys is None:
             return True
         scheme, _, shown = (call.authorization or "").partition(" ")
+        # Metadata may hold any bytes, and what they were decoded to need not be text that can be encoded.
+        shown_bytes = shown.encode(errors="surrogatepass")
         # Every key is compared, and each in constant time, so that the time tells nothing.
-        matches = [compare_digest(shown.encode(), known.key.encode()) for known in api_keys]
+        matches = [compare_digest(shown_bytes, known.key.encode()) for known in api_keys]
         return scheme == "Bearer" and any(matches)
 
     def _refuse(self, call: Call, refusal: Refusal) -> None:

@@ -5,14 +5,13 @@ answers from other threads are carried over. Requests and answers are bytes: the
 All methods are served as if requests came in a stream, which looks the same on the wire: a call
 without any message would otherwise never be answered.
 
-What it cannot tell, and the other front can:
+What it can tell of a watched call is less than the other front's:
 
-- The answers of the watched methods are a stream too, because grpc.aio reports the fate of a message
-  only there: `answer_left` is False when the
-  loop hears of the end before or while the message is written, else True. There remains a gap: a
-  message that grpc.aio has accepted for a call that has just ended counts as left. So does every
-  `fail`, whose status is sent where no handler can look. A lease that is handed out in the gap comes
-  back when it ends.
+- Answers are a stream too, because grpc.aio reports the fate of a message only there: `answer_left`
+  is False when the loop hears of the end before or while the message is written, else True. A gap
+  remains: a message that grpc.aio has accepted for a call that has just ended counts as left, and so
+  does every `fail`, whose status is sent where no handler can look. A lease that is handed out in the
+  gap comes back when it ends.
 - `call_closed` comes when the loop gets to it, behind the calls that came before.
 """
 
@@ -150,6 +149,7 @@ class AioFront:
         self._unanswered: set[AioCall] = set()
         self._running = 0  # handlers of the eight methods; used in the loop only
         self._idle = asyncio.Event()
+        self._health = _Health()
         self._serving = False
         self._stop_lock = threading.Lock()
         self._stopped = False
@@ -197,7 +197,6 @@ class AioFront:
 
     async def _open(self) -> None:
         server = grpc.aio.server(options=channel_arguments(self._options))
-        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         await self._health.show(self._serving)
         _ = queue_pb2  # reflection describes what is loaded
@@ -208,7 +207,8 @@ class AioFront:
         self._server = server
 
     async def _close(self, grace_s: float) -> None:
-        await self._health.show(False)
+        self._serving = False
+        self._publish()
         stopping = asyncio.ensure_future(self._server.stop(grace_s if grace_s > 0 else None))
         await self._wait_for_handlers(grace_s)
         self._health.end_watches()

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc
 import structlog
@@ -86,6 +87,8 @@ _PRIVATE_NAMES = (
     "SendMessageOperation",
     "SendStatusFromServerOperation",
 )
+
+_Stream = TypeVar("_Stream", bound=Callable[..., None])
 
 log = structlog.get_logger()
 
@@ -329,9 +332,8 @@ class QueueFront:
         self._server = grpc.server(
             ThreadPoolExecutor(SIDE_THREADS, thread_name_prefix="grpc-side"), options=channel_arguments(options)
         )
-        self._health = health.HealthServicer()
+        self._health = _Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self.set_serving(False)
         _ = queue_pb2  # reflection describes what is loaded
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         core = getattr(self._server, "_cy_server", None)
@@ -355,10 +357,7 @@ class QueueFront:
         self._thread.start()
 
     def set_serving(self, serving: bool) -> None:
-        kind = health_pb2.HealthCheckResponse
-        status = kind.SERVING if serving else kind.NOT_SERVING
-        for service in ("", SERVICE):
-            self._health.set(service, status)
+        self._health.show(serving)
 
     def stop(self, grace_s: float) -> None:
         with self._stop_lock:
@@ -377,6 +376,7 @@ class QueueFront:
             self._queue.shutdown()
             if self._thread is not None:
                 self._thread.join()
+            self._health.close()
 
     def _refuse_until(self, ended: threading.Event) -> None:
         """End what the receiver still has: the core waits for it, and nobody is told of its cancellation."""
@@ -452,6 +452,90 @@ class QueueFront:
     def tell_left_elsewhere(self, call: QueueCall) -> None:
         """Tell False from another thread: the receiver may hold its lock here. Too rare for a thread that waits."""
         threading.Thread(target=self.tell_left, args=(call, False), name="grpc-front-late", daemon=True).start()
+
+
+class _Watcher:
+    """A stream of the health service, which gets a status when it is another than the last."""
+
+    def __init__(self, send: Callable[[object], None], service: str) -> None:
+        self._send = send
+        self._service = service
+        self._last: object = None
+
+    def tell(self, statuses: dict[str, object]) -> None:
+        status = statuses.get(self._service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+        if status != self._last:
+            self._last = status
+            self._send(health_pb2.HealthCheckResponse(status=status))
+
+
+def _without_a_thread(stream: _Stream) -> _Stream:
+    """Let grpc.server give the method a function that sends, instead of a thread that waits with it."""
+    setattr(stream, "experimental_non_blocking", True)  # noqa: B010
+    return stream
+
+
+class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """The health service of grpc.server without its deadlock.
+
+    grpcio-health-checking sends under the lock that the end of a stream takes, and a send waits for
+    the thread that ends streams: a client that leaves while the health changes stops both for ever.
+    Here one thread sends, and nothing waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._statuses = _statuses(False)
+        self._watchers: set[_Watcher] = set()
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="grpc-health")
+        self._closed = False
+
+    def show(self, serving: bool) -> None:
+        self._statuses = _statuses(serving)
+        for watcher in list(self._watchers):
+            self._tell(watcher)
+
+    def close(self) -> None:
+        """Only when the server has ended: then no send waits any more."""
+        self._closed = True
+        self._sender.shutdown()
+
+    def Check(self, request: _HealthRequest, context: _HealthContext) -> object:
+        status = self._statuses.get(request.service)
+        if status is None:
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+        return health_pb2.HealthCheckResponse(status=status)
+
+    @_without_a_thread
+    def Watch(self, request: _HealthRequest, context: _HealthContext, send: Callable[[object], None]) -> None:
+        watcher = _Watcher(send, request.service)
+        self._watchers.add(watcher)
+        if context.add_callback(lambda: self._watchers.discard(watcher)):
+            self._tell(watcher)
+        else:  # it has ended already
+            self._watchers.discard(watcher)
+
+    def _tell(self, watcher: _Watcher) -> None:
+        """Send what is so then; what changed in between is skipped."""
+        try:
+            self._sender.submit(lambda: watcher.tell(self._statuses))
+        except RuntimeError:
+            if not self._closed:
+                raise
+
+
+class _HealthRequest(Protocol):
+    service: str
+
+
+class _HealthContext(Protocol):
+    def set_code(self, code: object) -> None: ...
+
+    def add_callback(self, ended: Callable[[], None]) -> bool: ...
+
+
+def _statuses(serving: bool) -> dict[str, object]:
+    kind = health_pb2.HealthCheckResponse
+    return dict.fromkeys(("", SERVICE), kind.SERVING if serving else kind.NOT_SERVING)
 
 
 # -- does the installed grpcio fit? ---------------------------------------------------------------

@@ -6,16 +6,20 @@ envelopes are handed to ZeroMQ, which takes them at once. Replies start after th
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
+from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import structlog
 import zmq
 
 from common import __version__
-from common.config import Config
+from common.config import Config, ConfigError
+from common.config_tls import read_tls
 from common.control import (
     ConfigChanged,
     ControlLink,
@@ -30,6 +34,8 @@ from common.control import (
     one_line,
 )
 from common.wire import WireError
+from router.admin_service import AdminService
+from router.asks import Done
 from router.core import Core, Moment, Reply
 from router.front import Call, Front, FrontError, FrontOptions
 from router.fronts import make_front
@@ -43,6 +49,12 @@ def moment() -> Moment:
     return Moment(time.time_ns() // 1_000_000, time.monotonic_ns() // 1_000_000)
 
 
+def keep_metadata_out_of_the_log() -> None:
+    """grpcio logs metadata that is no UTF-8, with a traceback: it may hold a key, and anybody could fill the log."""
+    grpcio = logging.getLogger("grpc._cython.cygrpc")
+    grpcio.addFilter(lambda record: not str(record.msg).startswith("Invalid encoding on"))
+
+
 class RouterProcess:
     """One router from start to end. `run` returns the exit status.
 
@@ -54,11 +66,11 @@ class RouterProcess:
         self._control = control
         self._messages = messages
         self._ends: SimpleQueue[Drain | None] = SimpleQueue()
-        config = Config.model_validate(start.config)
+        self._start_config = Config.model_validate(start.config)
         self._core = Core(
             name=start.name,
             version=__version__,
-            config=config,
+            config=self._start_config,
             owners=tuple(start.owners),
             shards=start.shards,
             first_op_id=int.from_bytes(os.urandom(8), "big") >> 2,
@@ -71,11 +83,13 @@ class RouterProcess:
         self._sleeps_until: float = 0.0
         self._wake_fd, self._wake_end = os.pipe()
         os.set_blocking(self._wake_fd, False)
-        self._front = self._make_front(config)
+        self._front: Front
 
-    def _make_front(self, config: Config) -> Front:
-        options = FrontOptions(self._start.listen, config.limits.max_message_bytes)
-        return make_front(options, self, config.server.grpc_front)
+    def _make_front(self) -> Front:
+        """Raises ConfigError when the TLS files cannot be used."""
+        server, limits = self._start_config.server, self._start_config.limits
+        options = FrontOptions(self._start.listen, limits.max_message_bytes, read_tls(server))
+        return make_front(options, self, server.grpc_front)
 
     def wake(self) -> None:
         """A control message has come; for any thread."""
@@ -83,6 +97,12 @@ class RouterProcess:
 
     def run(self) -> int:
         """Serve until told to drain. Without a supervisor there is nothing to serve: end at once."""
+        keep_metadata_out_of_the_log()
+        try:
+            self._front = self._make_front()
+        except ConfigError as error:
+            self._control.send(Fatal(text=one_line(str(error))))
+            return 1
         for shard in self._start.up:
             self._shard_up(shard.index, shard.generation, shard.address)
         links = threading.Thread(target=self._serve_links, name="links", daemon=True)
@@ -92,6 +112,7 @@ class RouterProcess:
         except FrontError as error:
             self._control.send(Fatal(text=one_line(str(error))))
             return 1
+        admin = self._start_admin()
         self._control.send(Ready())
         drain = self._ends.get()
         if drain is None:
@@ -101,12 +122,38 @@ class RouterProcess:
             self._core.drain(moment())
             replies = self._carry()
         self._answer(replies)
+        admin_over = None if admin is None else admin.stop()
         self._front.stop(drain.grace_ms / 1000)
+        if admin_over is not None:
+            admin_over.wait()
         self._stopped = True
         self.wake()
         links.join()
         self._links.close()
         return 0
+
+    def _start_admin(self) -> AdminService | None:
+        """One router of a server has the admin socket."""
+        if self._start.index != 0:
+            return None
+        directory = Path(self._start_config.server.db_path)
+        admin = AdminService(directory, self, self._start.owners, self._start.shards)
+        admin.start()
+        return admin
+
+    # -- for the admin service ------------------------------------------------------------------
+
+    def ask(self, shard: int, arguments: list[Any], done: Done) -> None:
+        with self._lock:
+            self._core.ask(shard, arguments, done, moment())
+            replies = self._carry()
+        self._answer(replies)
+
+    def call_trusted(self, call: Call) -> None:
+        with self._lock:
+            self._core.arrived_trusted(call, moment())
+            replies = self._carry()
+        self._answer(replies)
 
     # -- events of the front --------------------------------------------------------------------
 

@@ -86,10 +86,11 @@ class DeadLetters:
     def confirm(self, op_id: int) -> list[Queue]:
         """The answer has left: its records are deleted. Returns the queue of each."""
         _, taken = self._handed_out.pop(op_id, ("", []))
-        for _, key in taken:
+        there = [(queue, key) for queue, key in taken if key in self._out]  # the others went with their queue
+        for _, key in there:
             self._store.delete(Family.DEAD, key)
             self._out.discard(key)
-        return [queue for queue, _ in taken]
+        return [queue for queue, _ in there]
 
     def give_back(self, op_id: int) -> None:
         """The answer will never leave: its records are there as before."""
@@ -115,6 +116,22 @@ class DeadLetters:
         self._store.delete(Family.DEAD, key)
         if self._heads.get(queue) == keys.read_dead_key(key)[2:]:
             self._find_head(queue, key + b"\x00")
+
+    def clear(self, queue: Queue, start: bytes, limit: int, limit_bytes: int) -> tuple[int, bytes | None]:
+        """Delete records of a queue from `start` on, also those that are handed out.
+
+        Returns how many, and where the next ones begin when a limit was reached.
+        """
+        rows = self._store.scan(Family.DEAD, start, keys.queue_end(queue.slot, queue.number), limit, limit_bytes)
+        for key, _ in rows:
+            self._store.delete(Family.DEAD, key)
+            self._out.discard(key)
+        if not rows:
+            return 0, None
+        following = rows[-1][0] + b"\x00"
+        self._find_head(queue, following)
+        size = sum(len(key) + len(value) for key, value in rows)
+        return len(rows), following if len(rows) == limit or size >= limit_bytes else None
 
     def is_handed_out(self, key: bytes) -> bool:
         return key in self._out
@@ -148,6 +165,8 @@ class DeadLetters:
 
     def _put_back(self, taken: list[tuple[Queue, bytes]]) -> None:
         for queue, key in taken:
+            if key not in self._out:  # it went with its queue
+                continue
             self._out.discard(key)
             failed_at_ms, sequence = keys.read_dead_key(key)[2:]
             self._offer(queue, (failed_at_ms, sequence))

@@ -55,5 +55,15 @@ class DedupKeys:
             removed.append((slot, number))
         return removed
 
+    def clear(self, queue: Queue, start: bytes, limit: int) -> tuple[int, bytes | None]:
+        """Remove up to `limit` keys of a queue from `start` on; how many, and where the next ones begin if any."""
+        rows = self._store.scan(Family.DEDUP, start, keys.queue_end(queue.slot, queue.number), limit)
+        for dedup_key, value in rows:
+            deadline_ms, _ = keys.read_dedup_value(value)
+            expiry_key = keys.dedup_expiry_key(queue.slot, deadline_ms, queue.number, dedup_key[6:])
+            self._store.delete(Family.DEDUP, dedup_key)
+            self._store.delete(Family.DEDUP_EXPIRY, expiry_key)
+        return len(rows), rows[-1][0] + b"\x00" if len(rows) == limit else None
+
     def next_due(self) -> int | None:
         return self._expiry.next_due()

@@ -11,7 +11,8 @@ once. Priorities are stored inverted, so that byte order is serving order.
     DEDUP         slot queue key                                deadline_ms, job id
     DEDUP_EXPIRY  slot deadline_ms queue key                    (empty)
     DEAD          slot queue failed_at_ms sequence              job id, final attempt, cause, reason, body
-    QUEUES        slot queue                                    name, counters, first ready sequence by priority
+    QUEUES        slot queue                                    name, counters, first ready sequence by priority,
+                                                                until when it is closing
     SLOTS         slot                                          sequence limit, next queue number
     META          a name                                        (not part of any slot)
 
@@ -86,6 +87,11 @@ def read_slot_value(value: bytes) -> tuple[int, int]:
 
 def job_key(slot: int, queue: int, inverted: int, sequence: int) -> bytes:
     return _JOB_KEY.pack(slot, queue, inverted, sequence)
+
+
+def read_job_key(key: bytes) -> tuple[int, int, int, int]:
+    """Slot, queue, 9 - priority, sequence."""
+    return _JOB_KEY.unpack(key)
 
 
 def lane_end(slot: int, queue: int, inverted: int) -> bytes:
@@ -174,9 +180,12 @@ class QueueRecord(NamedTuple):
     keys: int  # idempotency records
     # [9 - priority, a sequence below which that priority has no ready job], for priorities that have some
     heads: list[list[int]]
+    # Wall time until which the queue takes no jobs and hands none out, because it is being deleted; 0: it is not.
+    closing_until_ms: int = 0
 
 
 def queue_key(slot: int, queue: int) -> bytes:
+    """The key of a queue's record, and where its keys begin in the families whose keys go on with the queue."""
     return _QUEUE_KEY.pack(slot, queue)
 
 
@@ -190,15 +199,22 @@ def read_queue_key(key: bytes) -> tuple[int, int]:
 
 
 def queue_value(
-    name: str, ready: int, scheduled: int, leased: int, dead: int, dedup: int, heads: list[tuple[int, int]]
+    name: str,
+    ready: int,
+    scheduled: int,
+    leased: int,
+    dead: int,
+    dedup: int,
+    heads: list[tuple[int, int]],
+    closing_until_ms: int = 0,
 ) -> bytes:
-    packed: bytes = msgpack.packb((name, ready, scheduled, leased, dead, dedup, heads))
+    packed: bytes = msgpack.packb((name, ready, scheduled, leased, dead, dedup, heads, closing_until_ms))
     return packed
 
 
 def read_queue_value(value: bytes) -> QueueRecord:
     fields: list[Any] = msgpack.unpackb(value)
-    return QueueRecord._make(fields)
+    return QueueRecord(*fields)
 
 
 # -- idempotency ---------------------------------------------------------------------------------

@@ -28,6 +28,10 @@ the highest instant seen is stored with every turn.
 A turn: any number of `apply` and `tick`, then `end_turn`, then the shell writes the store's changes
 in one batch. Results leave when that batch is durable. Nothing of this survives a failed write: the
 process stops, and its successor starts from the disk.
+
+Operators. What they look at and do is in `admin`, which works on the same records and calls back
+here for what moves a job or ends a queue. A queue that is being deleted is closing until an instant
+that its deletion keeps moving on; a queue of which nothing is left is retired after a while.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from common.config import Config, QueueLimits
 from common.slots import slot_of
 from common.wire import EnqueueJob, EnqueueOutcome, LeasedJob, Op, Operation, Outcome, Result, Strategy
 from shard import keys
+from shard.admin import Admin, Holdings
 from shard.dead_letters import DeadLetterCause, DeadLetters
 from shard.dedup import DedupKeys
 from shard.ready import EXHAUSTED, Lane, WindowBudget
@@ -62,6 +67,9 @@ JOB_OVERHEAD_BYTES = 96
 # Timers of one kind that one `tick` acts on: about 5 ms of work, so that a million timers that fall
 # due at once leave room for calls in between. `storage.sweep_limit` can lower it.
 TICK_LIMIT = 256
+# How long nothing is stored of a queue before its record goes too, in ms: longer than the pause of a
+# queue that is drained and filled again.
+RETIRE_AFTER_MS = 10_000
 
 
 class Machine:
@@ -84,6 +92,9 @@ class Machine:
         # Reserves whose answers routers have not confirmed: router, ids of the jobs.
         self._claims: dict[int, tuple[str, list[bytes]]] = {}
         self._waiting = WaitingRoom()
+        # Queues that are being deleted, and those that became empty with the instant (monotonic), in its order.
+        self._closing: set[Queue] = set()
+        self._emptied: dict[Queue, int] = {}
         self._dead = DeadLetters(store)
         self._budget = WindowBudget()
         self._handlers: dict[int, Callable[[str, Operation], None]] = {
@@ -100,8 +111,10 @@ class Machine:
             Op.DRAIN: self._drain,
             Op.KEEP: self._keep,
             Op.KNOWN: self._known,
+            Op.ADMIN: self._administer,
         }
         self._load()
+        self._admin = self._make_admin()
 
     # -- turns --------------------------------------------------------------------------------
 
@@ -120,6 +133,8 @@ class Machine:
                 self._promote(limit),
                 self._expire_keys(limit),
                 self._expire_dead_letters(limit),
+                self._reopen(),
+                self._retire(limit),
             ]
         )
 
@@ -130,9 +145,12 @@ class Machine:
         oldest = self._dead.oldest_failed_at()
         kept_until = None if oldest is None else oldest + self._config.storage.dead_letter_retention_ms
         wall = [due for due in (self._scheduled.next_due(), self._dedup.next_due(), kept_until) if due is not None]
+        wall += [queue.closing_until_ms for queue in self._closing]
         sleeps = [due - self._now.wall_ms for due in wall]
         if expiry is not None:
             sleeps.append(expiry - self._now.mono_ms)
+        if self._emptied:
+            sleeps.append(next(iter(self._emptied.values())) + RETIRE_AFTER_MS - self._now.mono_ms)
         if not sleeps:
             return None
         # The wall clock may be set while we sleep: never sleep longer than the sweep interval on it.
@@ -145,6 +163,9 @@ class Machine:
             return
         for queue in self._dirty:
             queue.dirty = False
+            if queue.is_empty:
+                self._emptied.pop(queue, None)
+                self._emptied[queue] = self._now.mono_ms
             key = keys.queue_key(queue.slot, queue.number)
             heads = [
                 (inverted, head)
@@ -152,7 +173,14 @@ class Machine:
                 if lane is not None and (head := lane.head()) is not None
             ]
             value = keys.queue_value(
-                queue.name, queue.ready, queue.scheduled, queue.leased, queue.dead, queue.keys, heads
+                queue.name,
+                queue.ready,
+                queue.scheduled,
+                queue.leased,
+                queue.dead,
+                queue.keys,
+                heads,
+                queue.closing_until_ms,
             )
             self._store.put(Family.QUEUES, key, value)
         self._dirty.clear()
@@ -206,6 +234,11 @@ class Machine:
             queue = Queue(slot, number, record.name)
             queue.ready, queue.scheduled, queue.leased = record.ready, record.scheduled, record.leased
             queue.dead, queue.keys = record.dead, record.keys
+            queue.closing_until_ms = record.closing_until_ms
+            if queue.closing_until_ms:
+                self._closing.add(queue)
+            if queue.is_empty:
+                self._emptied[queue] = self._now.mono_ms
             for inverted, head in record.heads:
                 queue.lanes[inverted] = Lane(slot, number, inverted, head, self._budget)
             self._queues[record.name] = queue
@@ -246,8 +279,11 @@ class Machine:
             name, key = job[0], job[4]
             queue = self._queues.get(name)
             outcome: EnqueueOutcome | None = None
-            if key is not None and queue is not None:
-                outcome = self._duplicate(queue, key)
+            if queue is not None:
+                if queue.closing_until_ms > self._now.wall_ms:
+                    outcome = [Outcome.QUEUE_CLOSING]
+                elif key is not None:
+                    outcome = self._duplicate(queue, key)
             if outcome is None:
                 cap = self._config.effective(name).max_queue_depth
                 if cap is not None and (0 if queue is None else queue.depth) >= cap:
@@ -282,7 +318,9 @@ class Machine:
         for name, count in wanted.items():
             cap = self._config.effective(name).max_queue_depth
             queue = self._queues.get(name)
-            if cap is not None and (0 if queue is None else queue.depth) + count > cap:
+            if queue is not None and queue.closing_until_ms > self._now.wall_ms:
+                refused[name] = [Outcome.QUEUE_CLOSING]
+            elif cap is not None and (0 if queue is None else queue.depth) + count > cap:
                 refused[name] = [Outcome.QUEUE_FULL, cap]
         return [(index, refused[job[0]]) for index, job in enumerate(jobs) if job[0] in refused]
 
@@ -380,6 +418,8 @@ class Machine:
 
     def _serve(self, queue: Queue) -> None:
         """Hand ready jobs of a queue to those who wait for them, first come, first served."""
+        if queue.closing_until_ms > self._now.wall_ms:
+            return
         while (waiter := self._waiting.first(queue.name, queue.ready)) is not None:
             if waiter.is_watch:
                 self._waiting.wake(waiter, queue.name)
@@ -401,7 +441,7 @@ class Machine:
         size = 0
         for name in names:
             queue = self._queues.get(name)
-            if queue is None or not queue.ready:
+            if queue is None or not queue.ready or queue.closing_until_ms > self._now.wall_ms:
                 continue
             for lane in queue.lanes:
                 if lane is None:
@@ -663,6 +703,78 @@ class Machine:
         found = [self._queues.get(name) for name in operation[2]]
         known = [queue is not None and bool(queue.depth or queue.dead) for queue in found]
         self.results.append((router, [operation[0], OK, known]))
+
+    # -- for operators ------------------------------------------------------------------------
+
+    def _make_admin(self) -> Admin:
+        return Admin(
+            Holdings(
+                store=self._store,
+                queues=self._queues,
+                by_number=self._by_number,
+                slots=self._slots,
+                leases=self._leases,
+                waiting=self._waiting,
+                scheduled=self._scheduled,
+                dead=self._dead,
+                dedup=self._dedup,
+            ),
+            self,
+        )
+
+    def _administer(self, router: str, operation: Operation) -> None:
+        status, data = self._admin.run(operation[2], operation[3:], self._now)
+        self.results.append((router, [operation[0], status, data]))
+
+    def close_queue(self, queue: Queue, until_ms: int) -> None:
+        """Until then, wall time, the queue takes no jobs and hands none out. Leases of it can be ended."""
+        queue.closing_until_ms = until_ms
+        self._closing.add(queue)
+        self._touch(queue)
+
+    def requeue(self, queue: Queue, inverted: int, sequence: int, record: bytes) -> None:
+        """A dead letter is a job again, at its place among the ready ones."""
+        self._make_ready(queue, inverted, sequence, record)
+        self._serve(queue)
+
+    def changed(self, queue: Queue) -> None:
+        """Counters of a queue were changed from outside."""
+        self._touch(queue)
+
+    def drop_queue(self, queue: Queue) -> None:
+        """Forget a queue of which nothing is stored but its record. Who waits for it waits for its name."""
+        for lane in queue.lanes:
+            if lane is not None:
+                lane.forget()
+        self._dead.forget(queue)
+        self._closing.discard(queue)
+        self._emptied.pop(queue, None)
+        if queue.dirty:
+            self._dirty.remove(queue)
+        del self._queues[queue.name]
+        del self._by_number[queue.slot, queue.number]
+        self._store.delete(Family.QUEUES, keys.queue_key(queue.slot, queue.number))
+
+    def _reopen(self) -> bool:
+        """Whoever was deleting a queue has not been heard of for too long: it is a queue like any other again."""
+        for queue in [queue for queue in self._closing if queue.closing_until_ms <= self._now.wall_ms]:
+            queue.closing_until_ms = 0
+            self._closing.discard(queue)
+            self._touch(queue)
+            self._serve(queue)
+        return False
+
+    def _retire(self, limit: int) -> bool:
+        """Queues that have been empty for a while go, or names that are used once would stay for ever."""
+        due_ms = self._now.mono_ms - RETIRE_AFTER_MS
+        for _ in range(limit):
+            queue, emptied_ms = next(iter(self._emptied.items()), (None, 0))
+            if queue is None or emptied_ms > due_ms:
+                return False
+            del self._emptied[queue]
+            if queue.is_empty:
+                self.drop_queue(queue)
+        return True
 
     # -- schedules ----------------------------------------------------------------------------
 

@@ -196,6 +196,8 @@ class ShardProcess:
             for results in answers.results.values():
                 for result in results:
                     result[1:] = [INTERNAL, f"the write failed, the outcome is unknown: {one_line(error)}"]
+            # Not acknowledged: what their envelopes gave back has to be given back again to our successor.
+            answers.numbers.clear()
             self._links.send(answers)
         self._links.close(LINGER_MS)
         self._inbox.close(linger=0)

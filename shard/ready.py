@@ -30,6 +30,9 @@ WINDOW_BYTES = 256 * 1024
 # need some tens of megabytes and not gigabytes.
 ALL_WINDOWS_BYTES = 64 * 1024 * 1024
 SMALL_WINDOW_BYTES = 4 * 1024
+# How far an operator's look at the first ready job goes past leased ones.
+PEEK_JOBS = 64
+PEEK_BYTES = 64 * 1024
 
 
 class WindowBudget:
@@ -98,8 +101,23 @@ class Lane:
             return self._window[0]
         return None if self.frontier == EXHAUSTED else self.frontier
 
+    def peek(self, store: Store, leased: Container[bytes]) -> bytes | None:
+        """The record of the first ready job, without taking anything into memory; None when it is not near."""
+        if self._window:
+            return self._records[self._window[0]]
+        if self.frontier == EXHAUSTED:
+            return None
+        start = keys.job_key(self.slot, self.queue, self.inverted, self.frontier)
+        rows = store.scan(Family.JOBS, start, self._end, PEEK_JOBS, PEEK_BYTES)
+        return next((record for _, record in rows if record[:16] not in leased), None)
+
+    def skip_to(self, sequence: int) -> None:
+        """No job below `sequence` is ready any more: those that were are deleted. The store has the rest."""
+        self.forget()
+        self.frontier = sequence
+
     def forget(self) -> None:
-        """Give the window's memory back; the lane is not used afterwards."""
+        """Give the window's memory back."""
         self._budget.used -= self._bytes
         self._bytes = 0
         self._window.clear()

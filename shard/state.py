@@ -20,7 +20,19 @@ class Instant(NamedTuple):
 class Queue:
     """A queue that has something stored. Counters are those of its record in the store."""
 
-    __slots__ = ("dead", "dirty", "keys", "lanes", "leased", "name", "number", "ready", "scheduled", "slot")
+    __slots__ = (
+        "closing_until_ms",
+        "dead",
+        "dirty",
+        "keys",
+        "lanes",
+        "leased",
+        "name",
+        "number",
+        "ready",
+        "scheduled",
+        "slot",
+    )
 
     def __init__(self, slot: int, number: int, name: str) -> None:
         self.slot = slot
@@ -32,7 +44,13 @@ class Queue:
         self.dead = 0
         self.keys = 0
         self.lanes: list[Lane | None] = [None] * PRIORITIES  # by 9 - priority
+        self.closing_until_ms = 0  # wall time; 0: it is not being deleted
         self.dirty = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is stored of it but its own record."""
+        return not (self.ready or self.leased or self.scheduled or self.dead or self.keys or self.closing_until_ms)
 
     @property
     def depth(self) -> int:

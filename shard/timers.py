@@ -48,6 +48,11 @@ class SlotTimers:
             heappop(self._heap)
         return None
 
+    def start_of(self, slot: int) -> bytes | None:
+        """Where the timers of a slot begin at the earliest, None when it has none."""
+        earliest = self._earliest.get(slot)
+        return None if earliest is None else keys.due_start(slot, earliest)
+
     def due(self, wall_ms: int, limit: int) -> list[tuple[bytes, bytes]]:
         """Up to `limit` timers of one slot that are due; the caller deletes them. Empty: nothing is due."""
         while True:

@@ -95,6 +95,11 @@ class WaitingRoom:
             self._drop_if_empty(waiter.promised, line)
         return waiter
 
+    def waiting_for(self, queue: str) -> int:
+        """How many wait for a job of a queue."""
+        line = self._lines.get(queue)
+        return 0 if line is None else len(line.waiters)
+
     def of_router(self, router: str) -> list[int]:
         return [op_id for op_id, waiter in self._by_op.items() if waiter.router == router]
 

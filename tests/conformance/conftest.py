@@ -35,11 +35,13 @@ max_schedule_horizon_ms = 3600000
 [storage]
 dead_letter_retention_ms = 600000
 [[queues]]
-name = "small"
+name = "lean"
 max_lease_duration_ms = 5000
 default_priority = 7
 default_max_attempts = 1
 max_attempts_ceiling = 2
+[[queues]]
+name = "small"
 max_payload_bytes = 8
 max_custom_entries = 1
 max_custom_total_bytes = 10
@@ -93,6 +95,8 @@ allowed_encodings = ["raw"]
 KEYED = """
 [auth]
 api_keys = [{ name = "first", key = "key-one" }, { name = "second", key = "key-two" }]
+[limits]
+allowed_encodings = []
 """
 
 LOCKED = """
@@ -141,7 +145,7 @@ def plain() -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def keyed() -> Iterator[Service]:
-    """A server with two API keys."""
+    """A server with two API keys that takes no payloads."""
     with serving(KEYED) as service:
         yield service
 

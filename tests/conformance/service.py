@@ -114,7 +114,13 @@ class Service:
 
     def reserve_one(self, *queues: str, lease_ms: int = LEASE_MS) -> pb.Job:
         """The job that is there, or comes."""
-        (job,) = self.reserve(*queues, lease_ms=lease_ms, wait_ms=LONG_WAIT_MS, max_jobs=1)
+        give_up_at = time.monotonic() + CALL_TIMEOUT_S
+        # One that is there is asked for without a wait: none that ends in this moment can take it along.
+        jobs = self.reserve(*queues, lease_ms=lease_ms, max_jobs=1)
+        while not jobs:
+            assert time.monotonic() < give_up_at, "no job comes"
+            jobs = self.reserve(*queues, lease_ms=lease_ms, wait_ms=LONG_WAIT_MS, max_jobs=1)
+        (job,) = jobs
         return job
 
     def ack(self, job: pb.Job) -> pb.AckResponse:
@@ -162,7 +168,7 @@ def new_queue(prefix: str = "q") -> str:
     return prefix + uuid.uuid4().hex[:16]
 
 
-def new_job(queue: str, text: str = "", **fields: Any) -> pb.EnqueueRequest:
+def new_job(queue: str, text: str = "", /, **fields: Any) -> pb.EnqueueRequest:
     """A job that nothing speaks against; `text` is its payload."""
     if text:
         fields["payload"] = pb.Payload(data=text.encode(), encoding="text")

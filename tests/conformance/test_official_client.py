@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,15 +41,22 @@ def suite() -> Path:
             with tarfile.open(download(Path(folder))) as archive:
                 archive.extractall(Path(folder) / "unpacked", filter="data")
             (unpacked,) = (Path(folder) / "unpacked").iterdir()
-            for name, text in CONTAINERS.items():
-                path = unpacked / "stand-ins" / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text)
             try:
                 unpacked.rename(kept)  # in one step: another run may be at it too
             except OSError:
                 assert kept.exists()
     return kept
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to import from, with what the suite imports and never uses."""
+    folder = tmp_path_factory.mktemp("stand-ins")
+    for name, text in CONTAINERS.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
 
 
 def download(folder: Path) -> Path:
@@ -83,34 +89,25 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seppd-tests"
 
 
-def run_suite(suite: Path, address: str) -> subprocess.CompletedProcess[str]:
+def run_suite(suite: Path, stand_ins: Path, address: str) -> subprocess.CompletedProcess[str]:
     """Run the suite in a process of its own, under its own settings."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/integration"]
+    foreign = ("PYTEST_", "PYTHON", "SEPP_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environ |= {"PYTHONPATH": str(stand_ins), "PYTHONDONTWRITEBYTECODE": "1", "SEPP_TEST_ADDR": address}
     return subprocess.run(
-        command,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/integration"],
         cwd=suite,
-        env=suite_environment(suite, address),
+        env=environ,
         capture_output=True,
         text=True,
         timeout=SUITE_TIMEOUT_S,
     )
 
 
-def suite_environment(suite: Path, address: str) -> Mapping[str, str]:
-    foreign = ("PYTEST_", "SEPP_", "PYTHONPATH")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {
-        **environ,
-        "PYTHONPATH": str(suite / "stand-ins"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "SEPP_TEST_ADDR": address,
-    }
-
-
 @pytest.mark.parametrize("front", ["queue", "aio"])
 @pytest.mark.parametrize("shards", [1, 4], ids=["1-shard", "4-shards"])
-def test_the_official_clients_own_suite_passes(suite: Path, shards: int, front: str) -> None:
+def test_the_official_clients_own_suite_passes(suite: Path, stand_ins: Path, shards: int, front: str) -> None:
     with Server(shards=shards, front=front) as server:
-        done = run_suite(suite, server.start().address)
+        done = run_suite(suite, stand_ins, server.start().address)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "skipped" not in done.stdout and "passed" in done.stdout, done.stdout

@@ -5,6 +5,9 @@ Every job has a text of its own. What is known of it comes from answers alone:
 - confirmed: its enqueue was answered with OK, so it must be delivered until it is acked;
 - acked: its ack was answered with OK, so it must not be delivered again;
 - in doubt: an ack was sent and its answer was lost, so either may be true.
+
+The clients must have no retry policy: one that repeats an enqueue whose connection broke may store it
+twice, and one that repeats an ack cannot tell whether the first was done.
 """
 
 from __future__ import annotations
@@ -39,9 +42,9 @@ class Stream:
     def __init__(self, *queues: str) -> None:
         self.queues = queues
         self.confirmed: dict[str, str] = {}  # text: queue
-        self.acked: set[str] = set()
+        self.acked: dict[str, int] = {}  # text: the attempt that was acked
         self.in_doubt: set[str] = set()
-        self.revenants: list[str] = []  # delivered after their ack was confirmed
+        self.revenants: list[tuple[str, int]] = []  # delivered after their ack was confirmed, and the attempt
         self.acks = Counter[str]()  # by queue
         self._tasks: list[asyncio.Task[None]] = []
         self._moved = asyncio.Condition()
@@ -91,18 +94,19 @@ class Stream:
     async def take(self, client: SeppClient, *queues: str, wait: timedelta) -> int:
         """Reserve some jobs and ack them; how many came. Raises ClientError."""
         jobs = await reserve(client, *queues, max_jobs=8, lease=LEASE, wait=wait)
-        self.revenants += [text for text in texts(jobs) if text in self.acked]
-        for text, one in zip(texts(jobs), jobs, strict=True):
-            was_in_doubt = text in self.in_doubt
-            self.in_doubt.add(text)
+        named = list(zip(texts(jobs), jobs, strict=True))
+        # An answer with an earlier attempt may only have been slow.
+        again = [(text, one.ctx.attempt) for text, one in named if one.ctx.attempt >= self.acked.get(text, ATTEMPTS)]
+        self.revenants += again
+        for text, one in named:
             try:
                 await client.ack(one.ctx)
-            except LeaseError:  # its lease has ended: it comes again, unless an earlier ack was done
-                if not was_in_doubt:
-                    self.in_doubt.remove(text)
+            except LeaseError:  # its lease has ended: it comes again
                 continue
-            self.in_doubt.remove(text)
-            self.acked.add(text)
+            except (ClientError, asyncio.CancelledError):
+                self.in_doubt.add(text)
+                raise
+            self.acked[text] = one.ctx.attempt
             self.acks[one.ctx.queue] += 1
             await self._tell()
         return len(jobs)
@@ -116,12 +120,11 @@ class Stream:
     @property
     def missing(self) -> set[str]:
         """Confirmed jobs that have not been acked, as far as anybody knows."""
-        return self.confirmed.keys() - self.acked - self.in_doubt
+        return self.confirmed.keys() - self.acked.keys() - self.in_doubt
 
     async def settle(self, client: SeppClient) -> None:
         """Take what is left until every confirmed job is accounted for and nothing more comes."""
         give_up_at = asyncio.get_running_loop().time() + WAIT_S
         while await self.take(client, *self.queues, wait=LEASE + WAIT) or self.missing:
             assert asyncio.get_running_loop().time() < give_up_at, f"lost: {sorted(self.missing)}"
-        assert self.missing == set()
-        assert self.revenants == []
+        assert self.revenants == [], f"acked, and delivered again: {self.revenants}"

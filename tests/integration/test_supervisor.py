@@ -395,8 +395,8 @@ def test_another_number_of_shards_is_one_line_and_status_1(world: World) -> None
     second = world.start(shards=3)
     assert second.exit_status() == 1
     assert second.plain_lines() == [
-        f"seppd: server.shards is 3, but {world.data.resolve()} has 2 shards; "
-        "change their number with scripts/rebalance.py, or leave server.shards out"
+        f"seppd: server.shards is 3, but {world.data.resolve()} has 2 shards, and "
+        "scripts/rebalance.py, which changes their number, is not in this version; leave server.shards out"
     ]
 
 

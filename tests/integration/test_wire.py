@@ -63,7 +63,7 @@ async def test_a_message_over_the_limit_is_refused_and_the_connection_goes_on(se
         assert await status_of(channel, f"/{SERVICE}/GetServerInfo", UNTOUCHED) == grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("method", ["EnqueueBatch", "Reserve", "Ack", "Nack", "Extend", "GetServerInfo"])
+@pytest.mark.parametrize("method", METHODS)
 async def test_bytes_that_are_no_message_are_an_internal_error(server_of_front: Server, method: str) -> None:
     async with channel_to(server_of_front.address) as channel:
         cut_short = b"\x0a\x05a"  # field 1 is said to have five bytes and has one

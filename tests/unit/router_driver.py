@@ -171,6 +171,12 @@ class FakeShard:
         """The result of one operation."""
         self.send([operation[0], status, data])
 
+    def crowd(self) -> None:
+        """Keep it busy, so that what comes next is not sent to it."""
+        for number in range(2):
+            self._driver.ack(job_id_on(queue_on(self.index), number))
+        self.envelopes()
+
     def serve(self) -> None:
         """Answer all that can be answered, as an empty shard would. Polls and watches stay parked."""
         self.envelopes()

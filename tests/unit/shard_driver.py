@@ -78,6 +78,9 @@ class Shard:
         self.answers: list[tuple[str, int, int, Any]] = []
         self.reports: list[str] = []
         self.last_op = 0
+        # Whether each turn waits for the disk; without it a crash may lose what was written.
+        self.syncs = True
+        self.turns_written = 0
         self._op_ids = count(1)
         self._within_turn = False
         self.machine = Machine(home.store, self.config, self.now)
@@ -106,8 +109,9 @@ class Shard:
         if self._within_turn:
             return
         self.machine.end_turn()
-        self.store.write()
-        self.store.sync()
+        self.turns_written += self.store.write()
+        if self.syncs:
+            self.store.sync()
 
     def _take(self) -> None:
         for router, (op_id, status, data) in self.machine.results:
@@ -345,9 +349,7 @@ def rows(store: Store, family: Family) -> list[tuple[bytes, bytes]]:
 
 def queue_names(store: Store) -> dict[tuple[int, int], str]:
     """Name of each queue by slot and number."""
-    return {
-        keys.read_queue_key(key): keys.read_queue_value(value).name for key, value in rows(store, Family.QUEUES)
-    }
+    return {keys.read_queue_key(key): keys.read_queue_value(value).name for key, value in rows(store, Family.QUEUES)}
 
 
 def recount(store: Store) -> dict[str, Counts]:
@@ -419,6 +421,17 @@ def _dedup_counts(store: Store) -> dict[tuple[int, int], int]:
         counted[place] = counted.get(place, 0) + 1
     assert sorted(expected) == timers, "idempotency keys and their timers differ"
     return counted
+
+
+def names_of_one_slot() -> tuple[str, str]:
+    """Two queues whose records lie next to each other."""
+    seen: dict[int, str] = {}
+    for number in count():
+        name = f"queue-{number}"
+        other = seen.setdefault(slot_of(name), name)
+        if other != name:
+            return other, name
+    raise AssertionError("every two names have slots of their own")
 
 
 # -- fixtures -------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_a_shard_is_full_as_well_when_too_many_bytes_wait_for_it(monkeypatch: py
 
 
 def test_timers_of_waits_that_ended_early_do_not_pile_up(router: RouterDriver) -> None:
-    for _ in range(10_000):
+    for _ in range(6_000):
         call = router.reserve(queue_on(0), wait_ms=300_000)
         router.shards[0].answer(router.shards[0].operation(), [leased(queue_on(0))])
         router.left(call)
@@ -208,7 +208,7 @@ def test_timers_are_seldom_sorted_out_while_all_of_them_are_needed(monkeypatch: 
     rounds: list[int] = []
     monkeypatch.setattr(core_module, "heapify", lambda timers: rounds.append(len(timers)))
     router = RouterDriver(config=configured(storage={"command_queue_capacity": 20_000}), up=False)
-    for number in range(10_000):
+    for number in range(6_000):
         router.ack(job_id_on(queue_on(0), number))
     assert len(rounds) <= 2
     router.finish()

@@ -18,7 +18,6 @@ from tests.unit.router_driver import (
     FakeShard,
     RouterDriver,
     drivers,
-    job_id_on,
     leased,
     queue_on,
 )
@@ -35,13 +34,6 @@ def router() -> Iterator[RouterDriver]:
     yield from drivers()
 
 
-def crowd(router: RouterDriver, shard: int) -> None:
-    """Keep a shard busy, so that what comes next is not sent."""
-    for number in range(2):
-        router.ack(job_id_on(queue_on(shard), number))
-    router.shards[shard].envelopes()
-
-
 def taken(router: RouterDriver, kind: Op) -> list[tuple[FakeShard, Operation]]:
     """The operations of a kind that shards have taken and not answered."""
     for shard in router.shards:
@@ -53,7 +45,7 @@ def taken(router: RouterDriver, kind: Op) -> list[tuple[FakeShard, Operation]]:
 
 
 def unsent(router: RouterDriver) -> FakeCall:
-    crowd(router, 0)
+    router.shards[0].crowd()
     return router.reserve(LEFT, wait_ms=WAIT_MS)
 
 
@@ -92,7 +84,7 @@ def claiming_second(router: RouterDriver) -> FakeCall:
 
 def watches_unsent(router: RouterDriver) -> FakeCall:
     call = claiming_second(router)
-    crowd(router, 0)
+    router.shards[0].crowd()
     router.shards[1].serve()
     return call
 
@@ -117,7 +109,7 @@ def woken(router: RouterDriver) -> FakeCall:
 
 def woken_claim_unsent(router: RouterDriver) -> FakeCall:
     call = watching(router)
-    crowd(router, 0)
+    router.shards[0].crowd()
     watch, *_ = router.shards[0].waiting.values()
     router.shards[0].send([watch[0], Status.OK, True], number=0)
     assert router.shards[0].envelopes() == []

@@ -367,18 +367,11 @@ def test_a_poll_that_found_all_shards_down_is_served_by_the_first_that_comes_up(
     assert router.reserved(call) == [(RIGHT, 1)]
 
 
-def crowd(router: RouterDriver, shard: int) -> None:
-    """Keep a shard busy, so that what comes next is not sent."""
-    for number in range(2):
-        router.ack(job_id_on(queue_on(shard), number))
-    router.shards[shard].envelopes()
-
-
 @pytest.mark.parametrize("wait_ms", [0, 60_000])
 def test_a_claim_that_was_not_sent_does_not_wait_for_the_successor_while_another_shard_is_up(
     router: RouterDriver, wait_ms: int
 ) -> None:
-    crowd(router, 0)
+    router.shards[0].crowd()
     call = router.reserve(LEFT, RIGHT, wait_ms=wait_ms)
     router.shards[0].down()
     router.shards[1].answer(router.shards[1].operation(), [leased(RIGHT)])
@@ -386,7 +379,7 @@ def test_a_claim_that_was_not_sent_does_not_wait_for_the_successor_while_another
 
 
 def test_jobs_that_were_claimed_are_not_held_back_for_a_shard_that_went_down(router: RouterDriver) -> None:
-    crowd(router, 1)
+    router.shards[1].crowd()
     call = router.reserve(LEFT, RIGHT, max_jobs=2)
     router.shards[0].answer(router.shards[0].operation(), [leased(LEFT)])
     router.shards[1].down()
@@ -398,7 +391,7 @@ def test_jobs_that_were_claimed_are_answered_when_the_time_to_hold_a_call_is_ove
         shard.down()
     call = router.reserve(LEFT, RIGHT, max_jobs=2)
     router.shards[1].up()
-    crowd(router, 1)
+    router.shards[1].crowd()
     router.shards[0].up()
     router.shards[0].answer(router.shards[0].operation(), [leased(LEFT)])
     assert not router.is_answered(call)

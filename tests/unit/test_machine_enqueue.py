@@ -10,7 +10,7 @@ from common.wire import Outcome, Strategy
 from shard.machine import SEQUENCE_BLOCK, TICK_LIMIT
 from shard.store import Family
 from tests.unit import shard_driver
-from tests.unit.shard_driver import LEASE_MS, WALL_START_MS, Shard, bodies, job, rows
+from tests.unit.shard_driver import LEASE_MS, WALL_START_MS, Shard, bodies, job, names_of_one_slot, rows
 
 home, shard = shard_driver.home, shard_driver.shard
 
@@ -67,16 +67,6 @@ def test_asking_for_an_unknown_queue_stores_nothing(shard: Shard) -> None:
     shard.watch("nobody")
     assert shard.machine.counts() == {}
     assert all(rows(shard.store, family) == [] for family in Family)
-
-
-def names_of_one_slot() -> tuple[str, str]:
-    seen: dict[int, str] = {}
-    for number in range(100_000):
-        name = f"queue-{number}"
-        if slot_of(name) in seen:
-            return seen[slot_of(name)], name
-        seen[slot_of(name)] = name
-    raise AssertionError("no two names share a slot")
 
 
 # -- schedules --------------------------------------------------------------------------------

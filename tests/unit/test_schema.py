@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = ("queue_pb2.py", "queue_pb2.pyi")
+GENERATED = ("queue_pb2.py", "queue_pb2.pyi", "admin_pb2.py", "admin_pb2.pyi")
 
 CLIENT_MODULE = "sepp.v1.queue_pb2"
 SERVER_MODULE = "common.queue_pb2"
