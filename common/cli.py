@@ -1,4 +1,4 @@
-"""The command line: `seppd serve`, `seppd config example`, `seppd config check`.
+"""The command line: `seppd serve`, `seppd config example`, `seppd config check`, and the commands of `admin_cli`.
 
 Every error is one line on stderr that begins with `seppd:`, and exit status 1; nothing that can be
 expected to go wrong shows a traceback.

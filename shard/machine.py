@@ -133,8 +133,8 @@ class Machine:
                 self._promote(limit),
                 self._expire_keys(limit),
                 self._expire_dead_letters(limit),
-                self._reopen(),
-                self._retire(limit),
+                bool(self._closing) and self._reopen(),
+                bool(self._emptied) and self._retire(limit),
             ]
         )
 
@@ -163,7 +163,7 @@ class Machine:
             return
         for queue in self._dirty:
             queue.dirty = False
-            if queue.is_empty:
+            if not queue.ready and queue.is_empty:
                 self._emptied.pop(queue, None)
                 self._emptied[queue] = self._now.mono_ms
             key = keys.queue_key(queue.slot, queue.number)
