@@ -143,7 +143,7 @@ def test_an_existing_directory_keeps_its_shards(tmp_path: Path, environ: dict[st
 def test_another_number_of_shards_names_the_script_that_changes_it(tmp_path: Path, environ: dict[str, str]) -> None:
     with DataDirectory.open(tmp_path, environ) as directory:
         directory.slot_map(3)
-        with pytest.raises(DataDirectoryError, match=r"is 4, but .* has 3 shards; .*scripts/rebalance\.py"):
+        with pytest.raises(DataDirectoryError, match=r"is 4, but .* has 3 shards, and .*scripts/rebalance\.py"):
             directory.slot_map(4)
 
 
