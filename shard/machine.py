@@ -751,6 +751,7 @@ class Machine:
         self._emptied.pop(queue, None)
         if queue.dirty:
             self._dirty.remove(queue)
+            queue.dirty = False
         del self._queues[queue.name]
         del self._by_number[queue.slot, queue.number]
         self._store.delete(Family.QUEUES, keys.queue_key(queue.slot, queue.number))

@@ -376,6 +376,18 @@ def test_a_purge_leaves_what_is_enqueued_after_it_began(shard: Shard) -> None:
 
 
 @pytest.mark.usefixtures("small_steps")
+def test_a_purge_leaves_what_is_scheduled_while_it_is_among_the_scheduled(shard: Shard) -> None:
+    shard.enqueue_all(*(job(due_ms=WALL_START_MS + 50 + number) for number in range(3)))
+    removed, cursor = told(shard, AdminCommand.PURGE, "q", b"")
+    assert removed == 2
+    shard.enqueue(body=b"new", due_ms=WALL_START_MS + 60)
+    while cursor is not None:
+        _, cursor = told(shard, AdminCommand.PURGE, "q", cursor)
+    shard.pass_time(60)
+    assert shard.drain() == [b"new"]
+
+
+@pytest.mark.usefixtures("small_steps")
 def test_clients_are_served_between_the_steps_of_a_purge(shard: Shard) -> None:
     shard.enqueue_all(*(job(body=b"%d" % number) for number in range(9)))
     removed, cursor = told(shard, AdminCommand.PURGE, "q", b"")
@@ -427,6 +439,15 @@ def test_nothing_is_handed_out_from_a_closing_queue(shard: Shard) -> None:
     watch = shard.watch()
     assert shard.jobs_for(poll) is None
     assert not shard.is_woken(watch)
+
+
+def test_nobody_is_woken_for_a_closing_queue(shard: Shard) -> None:
+    shard.enqueue()
+    close(shard)
+    watch = shard.watch()
+    assert not shard.is_woken(watch)
+    shard.pass_time(CLOSING_MS)
+    assert shard.is_woken(watch)
 
 
 def test_a_poll_on_several_queues_gets_jobs_of_those_that_are_not_closing(shard: Shard) -> None:
@@ -812,6 +833,15 @@ def test_a_queue_whose_last_key_expires_retires(shard: Shard) -> None:
     shard.enqueue(key="k")
     shard.ack(shard.reserve_one())
     shard.pass_time(1_000)
+    shard.pass_time(RETIRE_AFTER_MS)
+    assert stored_of_queues(shard) == {}
+
+
+def test_an_empty_queue_whose_deletion_was_forgotten_retires(shard: Shard) -> None:
+    shard.enqueue()
+    shard.ack(shard.reserve_one())
+    close(shard)
+    shard.pass_time(CLOSING_MS)
     shard.pass_time(RETIRE_AFTER_MS)
     assert stored_of_queues(shard) == {}
 
