@@ -67,6 +67,14 @@ class StartShard(Message):
     epoch: int
     owners: list[int]
     shards: int
+    routers: list[str]  # those that live, by name; the others follow as `router_up`
+
+
+class RouterUp(Message):
+    """A router process of this name has been started."""
+
+    kind: Literal["router_up"] = "router_up"
+    name: str
 
 
 class RouterDown(Message):
@@ -162,7 +170,7 @@ class Fatal(Message):
 
 
 ToChild = Annotated[
-    StartShard | RouterDown | Stop | StartRouter | ShardUp | ShardDown | Serving | Drain | ConfigChanged,
+    StartShard | RouterUp | RouterDown | Stop | StartRouter | ShardUp | ShardDown | Serving | Drain | ConfigChanged,
     Field(discriminator="kind"),
 ]
 FromChild = Annotated[Ready | Fatal, Field(discriminator="kind")]

@@ -40,6 +40,7 @@ from common.control import (
     Fatal,
     JsonObject,
     RouterDown,
+    RouterUp,
     Serving,
     ShardAddress,
     ShardDown,
@@ -307,6 +308,9 @@ class Supervisor:
         # No await between these: nothing can happen that the start message does not tell and no later one will.
         place.child = child
         child.send(self._start_message(place, generation))
+        if place.role is Role.ROUTER:
+            ready = [shard for shard in self._shards if shard.is_ready]
+            self._send_to(ready, RouterUp(name=_router_name(place.index, generation)))
         listening = asyncio.create_task(self._listen_to(place, child))
         status = await child.process.wait()
         with suppress(TimeoutError):
@@ -345,6 +349,9 @@ class Supervisor:
         if place.role is Role.SHARD:
             up = self._shard_address(place.index, child.generation)
             self._send_to(self._routers, ShardUp(index=up.index, generation=up.generation, address=up.address))
+            # Not while it starts: a write to a child that fails would cut off its last words.
+            for name in self._router_names():
+                child.send(RouterUp(name=name))
         elif self._is_serving:
             child.send(Serving())
         if all(one.is_ready for one in (*self._shards, *self._routers)):
@@ -407,7 +414,14 @@ class Supervisor:
             epoch=self._slot_map.epoch,
             owners=list(self._slot_map.owners),
             shards=self._slot_map.shards,
+            routers=self._router_names(),
         )
+
+    def _router_names(self) -> list[str]:
+        """Of the router processes that live."""
+        return [
+            _router_name(router.index, router.child.generation) for router in self._routers if router.child is not None
+        ]
 
     def _start_router(self, place: _Place, generation: int) -> StartRouter:
         name = _router_name(place.index, generation)

@@ -63,6 +63,20 @@ class Op(IntEnum):
     KNOWN = 13
     # an AdminCommand and its arguments → see there
     ADMIN = 14
+    # transaction, home, entropy, [EnqueueJob, …] → [Vote, …] (see there)
+    PREPARE = 15
+    # transaction, the other participants → Fate; at the home, which commits its own part with it
+    DECIDE = 16
+    # transaction → None; applied now, or before
+    COMMIT = 17
+    # transaction → None; let go of, or never heard of
+    ABORT = 18
+    # transaction, coordinator → Fate; at the home, which settles it if it was open
+    RESOLVE = 19
+    # transaction → None; at the home: nobody can ask about it any more
+    FORGET = 20
+    # nothing → None; a router shows itself to a new process of a shard
+    HELLO = 21
 
 
 class AdminCommand(StrEnum):
@@ -97,6 +111,29 @@ class AdminCommand(StrEnum):
     REQUEUE = "requeue"
     # name, [[failed_at_ms, job id], …] → how many dead letters were deleted
     DELETE_DEAD = "delete_dead"
+
+
+class Vote(IntEnum):
+    """A participant's answer to PREPARE: `[vote, data]`."""
+
+    YES = 1  # [EnqueueOutcome, …], one for each job
+    REFUSED = 2  # [[index, EnqueueOutcome], …], one for each job at fault
+    BUSY = 3  # another transaction holds a key; None
+    TOO_LATE = 4  # the transaction was settled without its coordinator; None
+
+
+class Fate(IntEnum):
+    """What a home says of a transaction."""
+
+    COMMITTED = 1
+    ABORTED = 2
+
+
+class Question(IntEnum):
+    """What a shard asks a router for of its own accord: a result whose op id is 0, with this as data."""
+
+    RESOLVE = 1  # [1, transaction, home, coordinator]: what has become of what is prepared here?
+    FINISH = 2  # [2, transaction, participants]: have these commit what is decided here
 
 
 class Outcome(IntEnum):

@@ -22,10 +22,11 @@ from google.protobuf.message import DecodeError
 from common import job_ids, queue_pb2
 from common.config import Config
 from common.slots import slot_of
-from common.wire import EnqueueJob, Op, unpack
+from common.wire import EnqueueJob, Op, Question, unpack
 from router import admission, answers
 from router.admission import IsKnown, Refusal
 from router.asks import AskFlow, Done
+from router.coordinator import Recovery, Transaction
 from router.drains import DrainFlow
 from router.flows import AtomicFlow, EnqueueFlow, KnownFlow, LeaseFlow, Part
 from router.front import WATCHED_METHODS, Call, Status
@@ -91,6 +92,7 @@ class Core:
         first_op_id: int,
         random_bytes: Callable[[int], bytes],
     ) -> None:
+        self.name = name
         self.config = config
         self.now = Moment(0, 0)
         self.replies: list[Reply] = []
@@ -102,6 +104,7 @@ class Core:
         self.random_bytes = random_bytes
         # Calls whose end the front tells of, by id() of the call.
         self._watched: dict[int, Watched] = {}
+        self._recoveries: dict[int, Recovery] = {}  # by transaction
         self._timers: list[tuple[int, int, Timed]] = []
         self._timer_count = 0
         self._timers_max = TIMERS_SPARE  # how many there may be before those that wait no more are dropped
@@ -171,6 +174,9 @@ class Core:
         for outbound in self.shards:
             if outbound.generation == envelope.generation:
                 outbound.take(envelope.number, envelope.items)
+                questions, outbound.questions = outbound.questions, []
+                for question in questions:
+                    self._recover(outbound.index, question)
         self._pump()
 
     def shard_up(self, shard: int, generation: int, now: Moment) -> None:
@@ -213,6 +219,21 @@ class Core:
         for watched in list(self._watched.values()):
             watched.stop_waiting()
         self._pump()
+
+    def _recover(self, shard: int, question: list[Any]) -> None:
+        """A shard asks about a transaction whose coordinator has died; it asks again until it is settled."""
+        transaction = question[1]
+        if transaction in self._recoveries:
+            return
+        recovery = self._recoveries[transaction] = Recovery(self, transaction, shard)
+        if question[0] == Question.RESOLVE:
+            recovery.resolve(home=question[2], coordinator=question[3])
+        else:
+            recovery.finish(participants=question[2])
+
+    def recovered(self, transaction: int) -> None:
+        """A recovery has ended."""
+        del self._recoveries[transaction]
 
     # -- for flows ----------------------------------------------------------------------------
 
@@ -326,10 +347,11 @@ class Core:
         errors = [(index, job) for index, job in enumerate(jobs) if not isinstance(job, EnqueueJob)]
         if errors:
             self.reply(call, answers.atomic_rejection(errors))
+        elif self._is_busy(call, parts):
+            pass
         elif len(parts) > 1:
-            text = "the jobs of this batch live on several shards, which this version cannot do atomically"
-            self.fail(call, Status.UNIMPLEMENTED, text)
-        elif not self._is_busy(call, parts):
+            Transaction(self, call, parts).begin()
+        else:
             ((shard, part),) = parts.items()
             AtomicFlow(self, call, shard, part).begin()
 

@@ -15,7 +15,7 @@ from router.outbound import Pending
 if TYPE_CHECKING:
     from router.core import Core
 
-_RANDOM_BYTES_PER_JOB = 3
+RANDOM_BYTES_PER_JOB = 3
 
 
 class Part:
@@ -50,7 +50,7 @@ class EnqueueFlow:
         core = self._core
         for shard, part in self._parts.items():
             op_id = core.next_op_id()
-            entropy = core.random_bytes(_RANDOM_BYTES_PER_JOB * len(part.jobs))
+            entropy = core.random_bytes(RANDOM_BYTES_PER_JOB * len(part.jobs))
             operation = [op_id, Op.ENQUEUE, entropy, part.jobs]
             self._pending[op_id] = shard, core.shards[shard].add(operation, self, part.size)
         self._finish_if_done()
@@ -115,7 +115,7 @@ class AtomicFlow:
 
     def begin(self) -> None:
         core = self._core
-        entropy = core.random_bytes(_RANDOM_BYTES_PER_JOB * len(self._part.jobs))
+        entropy = core.random_bytes(RANDOM_BYTES_PER_JOB * len(self._part.jobs))
         operation = [core.next_op_id(), Op.ENQUEUE_ATOMIC, entropy, self._part.jobs]
         self._pending = core.shards[self._shard].add(operation, self, self._part.size)
 
@@ -130,7 +130,7 @@ class AtomicFlow:
             accepted = [(outcome, False) if isinstance(outcome, bytes) else (outcome[1], True) for outcome in outcomes]
             self._core.reply(self._call, answers.atomic_answer(accepted))
         else:
-            errors = [(index, _rejection(jobs[index], outcome)) for index, outcome in outcomes]
+            errors = [(index, rejection(jobs[index], outcome)) for index, outcome in outcomes]
             self._core.reply(self._call, answers.atomic_rejection(errors))
 
     def lost(self, op_id: int) -> None:
@@ -259,10 +259,11 @@ def _outcome(job: EnqueueJob, outcome: EnqueueOutcome) -> answers.Outcome:
     """The shard's word on one job, as an answer says it."""
     if isinstance(outcome, bytes):
         return outcome
-    return (outcome[1], True) if outcome[0] == Outcome.DEDUPLICATED else _rejection(job, outcome)
+    return (outcome[1], True) if outcome[0] == Outcome.DEDUPLICATED else rejection(job, outcome)
 
 
-def _rejection(job: EnqueueJob, outcome: list[Any]) -> JobRejection:
+def rejection(job: EnqueueJob, outcome: list[Any]) -> JobRejection:
+    """Why a shard did not take a job."""
     match outcome[0]:
         case Outcome.QUEUE_FULL:
             return rejections.queue_full(job.queue, outcome[1])

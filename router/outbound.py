@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from common import wire
 from common.wire import Op, Operation, Result
+from router.front import Status
 
 # Envelopes on the way to a shard or being answered. Two, so that the shard can apply one while it
 # syncs the other.
@@ -64,6 +65,7 @@ class Outbound:
     def __init__(self, index: int, router: str) -> None:
         self.index = index
         self.messages: list[bytes] = []
+        self.questions: list[Any] = []  # what the shard asks of its own accord; the core takes them
         self._router = router
         self.generation = 0  # 0: the shard is down
         self._unsent: deque[Pending] = deque()
@@ -128,11 +130,13 @@ class Outbound:
             self._withdrawn = 0
         return True
 
-    def forget(self, op_id: int) -> None:
-        """No result comes for this operation any more (it was cancelled)."""
+    def forget(self, op_id: int) -> bool:
+        """No result comes for this operation any more (it was cancelled); False when one has come."""
         pending = self._sent.pop(op_id, None)
-        if pending is not None:
-            self._done(pending)
+        if pending is None:
+            return False
+        self._done(pending)
+        return True
 
     def pump(self) -> None:
         """Form the envelopes that may leave now."""
@@ -197,6 +201,10 @@ class Outbound:
     def take(self, number: int, results: list[Result]) -> None:
         """An envelope came from the shard: it has applied all of ours up to `number`."""
         for op_id, status, data in results:
+            if op_id == 0:
+                if status == Status.OK:  # else its write failed, and its successor asks again
+                    self.questions.append(data)
+                continue
             pending = self._sent.pop(op_id, None)
             if pending is not None:
                 self._done(pending)

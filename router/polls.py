@@ -6,12 +6,14 @@ watch on every shard, and claims again from the start as soon as one is told of 
 
 What was claimed for a call that ends without it is given back, whatever the moment: the call is
 closed before or while it is claimed for, its answer cannot be written, or the shard dies before its
-result arrives (then its successor is told). When the wait is over is known here alone: the
-operations are cancelled and the answer is an empty list.
+result arrives (then its successor is told). When the wait is over is known here alone: watches and
+a parked claim are cancelled, claims that are under way are brought to their end, and the answer is
+what they gave, most often an empty list.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from common.wire import LeasedJob, Op
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 # What a job adds to an answer besides its body, at most: id, two instants, attempt, framing.
 JOB_OVERHEAD_BYTES = 96
-# Where an operation RESERVE says which wake-up it settles.
+# Where an operation RESERVE says that it may be parked, and which wake-up it settles.
+_MAY_WAIT = 5
 _SETTLES = 7
 
 
@@ -46,6 +49,8 @@ class Poll:
         self._claim: tuple[int, Pending] | None = None  # the one that is out
         self._watches: dict[int, Pending] = {}  # by shard
         self._woken: dict[int, int] = {}  # shard: op id of a watch that fired and is not settled
+        self._wait_is_over = False
+        self._is_cancelling = False  # the claim that is out
         self._ended = False
 
     def begin(self) -> None:
@@ -81,7 +86,7 @@ class Poll:
 
     def timer_fired(self) -> None:
         if self._terms.wait_ms and not self._core.draining:
-            self._answer()
+            self._end_wait()
         elif self._jobs:
             self._answer()
         elif self._claim is not None and self._core.shards[self._claim[0]].withdraw(self._claim[1]):
@@ -101,8 +106,12 @@ class Poll:
             shard, self._claim = self._claim[0], None
             # It may have claimed: then its successor finds the leases under this op id.
             self._core.shards[shard].give_back(op_id)
-            if not self._ended:
-                self._claim_run() if len(self._runs) == 1 else self._next_run()
+            if self._ended:
+                return
+            if len(self._runs) > 1 or self._wait_is_over:
+                self._next_run()
+            else:
+                self._claim_run()
             return
         for shard, pending in list(self._watches.items()):
             if pending.op_id == op_id:
@@ -113,13 +122,41 @@ class Poll:
     def hold(self) -> None:
         if self._ended:
             return
-        if not self.timer_at:
+        if self._wait_is_over or self._may_pass_over():
+            self._pass_over()
+        elif not self.timer_at:
             self._core.set_timer(self, self._core.hold_until(self._call))
-        if self._claim is not None and self._may_pass_over():
+
+    def _pass_over(self) -> bool:
+        """Whether the claim had not been sent and its shard is down: then it is not waited for."""
+        if self._claim is None:
+            return False
+        shard, pending = self._claim
+        if self._core.shards[shard].is_up or not self._core.shards[shard].withdraw(pending):
+            return False
+        self._claim = None
+        self._next_run()
+        return True
+
+    def _end_wait(self) -> None:
+        """The wait is over. What is being claimed at this moment still counts: a wait that is shorter than
+        a claim takes must not hide jobs that are there."""
+        self._wait_is_over = True
+        if self._claim is None:
+            self._answer()
+        elif not self._pass_over():
             shard, pending = self._claim
-            if not self._core.shards[shard].is_up and self._core.shards[shard].withdraw(pending):
-                self._claim = None
-                self._next_run()
+            if not pending.sent:
+                pending.operation[_MAY_WAIT] = pending.parks = False
+            elif pending.parks:
+                self._is_cancelling = True
+                self._cancel(shard, pending, self._nothing_was_claimed)
+
+    def _nothing_was_claimed(self) -> None:
+        """The claim was cancelled while it was parked."""
+        self._claim = None
+        if not self._ended:
+            self._answer()
 
     # -- claims -------------------------------------------------------------------------------
 
@@ -241,7 +278,7 @@ class Poll:
         """No more is claimed for this call; what is under way is cancelled or will be given back."""
         self._ended = True
         self.timer_at = 0
-        if self._claim is not None:
+        if self._claim is not None and not self._is_cancelling:
             shard, pending = self._claim
             if self._cancel(shard, pending) and (woken := pending.operation[_SETTLES]):
                 self._woken[shard] = woken
@@ -251,13 +288,14 @@ class Poll:
             self._core.shards[shard].add([self._core.next_op_id(), Op.CANCEL, op_id], None)
         self._woken.clear()
 
-    def _cancel(self, shard: int, pending: Pending) -> bool:
-        """Whether the shard had not heard of it and never will; else it is told."""
+    def _cancel(self, shard: int, pending: Pending, done: Callable[[], None] | None = None) -> bool:
+        """Whether the shard had not heard of it and never will; else it is told, and `done` follows if it had
+        not answered it before."""
         outbound = self._core.shards[shard]
         if outbound.withdraw(pending):
             return True
         op_id = self._core.next_op_id()
-        outbound.add([op_id, Op.CANCEL, pending.op_id], _Cancelled(self._core, shard, pending.op_id))
+        outbound.add([op_id, Op.CANCEL, pending.op_id], _Cancelled(self._core, shard, pending, done))
         return False
 
     def _by_shard(self, queues: tuple[str, ...]) -> list[tuple[int, list[str]]]:
@@ -275,13 +313,16 @@ class Poll:
 class _Cancelled:
     """A cancellation on the way: after its result none comes for the operation that it cancelled."""
 
-    def __init__(self, core: Core, shard: int, target: int) -> None:
+    def __init__(self, core: Core, shard: int, target: Pending, done: Callable[[], None] | None) -> None:
         self._core = core
         self._shard = shard
         self._target = target
+        self._done = done
 
     def result(self, op_id: int, status: int, data: Any) -> None:
-        self._core.shards[self._shard].forget(self._target)
+        was_open = self._core.shards[self._shard].forget(self._target.op_id)
+        if was_open and self._done is not None:
+            self._done()
 
     def lost(self, op_id: int) -> None:
         """So was the operation."""

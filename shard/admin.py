@@ -366,11 +366,12 @@ class Admin:
         queue = self._queue(name)
         if number not in (0, queue.number):
             raise _Refused(NOT_FOUND, f"queue {name!r} was deleted meanwhile, and there is a new one of this name")
-        if queue.leased and not may_wait:
-            text = f"queue {name!r} has jobs in flight, {queue.leased}: let them finish, or delete with wait"
+        in_flight = queue.leased + queue.reserved
+        if in_flight and not may_wait:
+            text = f"queue {name!r} has jobs in flight, {in_flight}: let them finish, or delete with wait"
             raise _Refused(FAILED_PRECONDITION, text)
         self._mover.close_queue(queue, self._now.wall_ms + CLOSING_MS)
-        return queue.number, queue.leased
+        return queue.number, in_flight
 
     def _remove(self, name: str, number: int, cursor: bytes) -> Removed:
         """One step of a deletion. Only of a closing queue: what it accepts after it has reopened stays."""

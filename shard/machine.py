@@ -29,6 +29,9 @@ A turn: any number of `apply` and `tick`, then `end_turn`, then the shell writes
 in one batch. Results leave when that batch is durable. Nothing of this survives a failed write: the
 process stops, and its successor starts from the disk.
 
+Transactions. What a batch over several shards asks of a shard is in `participant`, which calls back
+here to take places and to store jobs.
+
 Operators. What they look at and do is in `admin`, which works on the same records and calls back
 here for what moves a job or ends a queue. A queue that is being deleted is closing until an instant
 that its deletion keeps moving on; a queue of which nothing is left is retired after a while.
@@ -48,6 +51,7 @@ from shard import keys
 from shard.admin import Admin, Holdings
 from shard.dead_letters import DeadLetterCause, DeadLetters
 from shard.dedup import DedupKeys
+from shard.participant import Participant
 from shard.ready import EXHAUSTED, Lane, WindowBudget
 from shard.state import PRIORITIES, Instant, Lease, Queue, Slot
 from shard.store import Family, Store
@@ -67,6 +71,8 @@ JOB_OVERHEAD_BYTES = 96
 # Timers of one kind that one `tick` acts on: about 5 ms of work, so that a million timers that fall
 # due at once leave room for calls in between. `storage.sweep_limit` can lower it.
 TICK_LIMIT = 256
+# How long a shard waits before it asks again what became of a transaction, in ms.
+ASK_AGAIN_MS = 1_000
 # How long nothing is stored of a queue before its record goes too, in ms: longer than the pause of a
 # queue that is drained and filled again.
 RETIRE_AFTER_MS = 10_000
@@ -75,7 +81,8 @@ RETIRE_AFTER_MS = 10_000
 class Machine:
     """The jobs of one shard. See the top of this file; `results` and `reports` are for the shell to take."""
 
-    def __init__(self, store: Store, config: Config, now: Instant) -> None:
+    def __init__(self, store: Store, config: Config, now: Instant, shard: int = 0, routers: Iterable[str] = ()) -> None:
+        """Read what the store holds. `shard` is our index, `routers` are the names of those that live."""
         self._store = store
         self._config = config
         self._now = now
@@ -112,9 +119,20 @@ class Machine:
             Op.KEEP: self._keep,
             Op.KNOWN: self._known,
             Op.ADMIN: self._administer,
+            Op.PREPARE: self._prepare,
+            Op.DECIDE: self._decide,
+            Op.COMMIT: self._commit,
+            Op.ABORT: self._abort,
+            Op.RESOLVE: self._resolve,
+            Op.FORGET: self._forget,
         }
+        self._routers = set(routers)
+        self._asked = 0  # questions put to routers, which take them in turn
+        self._ask_at = 0  # monotonic ms
         self._load()
         self._admin = self._make_admin()
+        self._participant = Participant(store, shard, self)
+        self._participant.load(self._routers)
 
     # -- turns --------------------------------------------------------------------------------
 
@@ -133,6 +151,7 @@ class Machine:
                 self._promote(limit),
                 self._expire_keys(limit),
                 self._expire_dead_letters(limit),
+                self._ask(),
                 bool(self._closing) and self._reopen(),
                 bool(self._emptied) and self._retire(limit),
             ]
@@ -149,6 +168,8 @@ class Machine:
         sleeps = [due - self._now.wall_ms for due in wall]
         if expiry is not None:
             sleeps.append(expiry - self._now.mono_ms)
+        if self._participant.is_in_doubt and self._routers:
+            sleeps.append(self._ask_at - self._now.mono_ms)
         if self._emptied:
             sleeps.append(next(iter(self._emptied.values())) + RETIRE_AFTER_MS - self._now.mono_ms)
         if not sleeps:
@@ -208,6 +229,12 @@ class Machine:
             for lease in self._unconfirmed(op_id):
                 if lease.attempt < lease.max_attempts:
                     self._retry(lease, 0)
+        self._routers.discard(router)
+        self._participant.router_gone(router)
+
+    def router_came(self, router: str) -> None:
+        """A router process lives: it can be asked."""
+        self._routers.add(router)
 
     def counts(self) -> dict[str, tuple[int, int, int, int]]:
         """Ready, scheduled, leased and dead jobs of each queue."""
@@ -273,6 +300,8 @@ class Machine:
 
     def _enqueue(self, router: str, operation: Operation) -> None:
         op_id, _, entropy, jobs = operation
+        if self._participant.blocks(router, operation, jobs):
+            return
         outcomes: list[EnqueueOutcome] = []
         stirred: dict[str, Queue] = {}
         for index, job in enumerate(jobs):
@@ -295,7 +324,9 @@ class Machine:
     def _enqueue_atomic(self, router: str, operation: Operation) -> None:
         """All or nothing: capacity is checked for the batch as a whole, duplicates counted as new jobs."""
         op_id, _, entropy, jobs = operation
-        refusals = self._refusals(jobs)
+        if self._participant.blocks(router, operation, jobs):
+            return
+        refusals = self.refusals(jobs)
         if refusals:
             self.results.append((router, [op_id, OK, [False, refusals]]))
             return
@@ -309,7 +340,7 @@ class Machine:
         self.results.append((router, [op_id, OK, [True, outcomes]]))
         self._serve_all(stirred.values())
 
-    def _refusals(self, jobs: list[EnqueueJob]) -> list[tuple[int, EnqueueOutcome]]:
+    def refusals(self, jobs: list[EnqueueJob]) -> list[tuple[int, EnqueueOutcome]]:
         """Why an atomic batch cannot be stored: every job at fault, with its index."""
         wanted: dict[str, int] = {}
         for job in jobs:
@@ -334,33 +365,43 @@ class Machine:
         queue = self._queues.get(name)
         if queue is None:
             queue = self._new_queue(name)
-        random = int.from_bytes(entropy[3 * index : 3 * index + 3], "big") & 0x3FFFF
-        job_id = self._store_job(queue, priority, max_attempts, due_ms, body, random)
-        if key is not None:
-            self._dedup.remember(queue, key, job_id, self._now.wall_ms + self._config.effective(name).dedup_window_ms)
+        job_id = self.draw_id(queue, int.from_bytes(entropy[3 * index : 3 * index + 3], "big") & 0x3FFFF)
+        self._place(queue, priority, max_attempts, due_ms, key, body, job_id)
         if queue.ready:
             stirred[name] = queue
         return job_id
 
-    def _store_job(
-        self, queue: Queue, priority: int, max_attempts: int, due_ms: int, body: bytes, random: int
-    ) -> bytes:
-        """A new job, ready or scheduled; returns its id."""
+    def draw_id(self, queue: Queue, random: int) -> bytes:
+        """The id of a job to come, and with it its place in the order of its queue."""
         slot = self._slots[queue.slot]
         sequence = slot.next_sequence
         if sequence >= slot.sequence_limit:
             slot.sequence_limit += SEQUENCE_BLOCK
             self._put_slot(slot)
         slot.next_sequence = sequence + 1
-        wall_ms = self._now.wall_ms
-        job_id = job_ids.make(wall_ms, queue.slot, sequence, random)
+        return job_ids.make(self._now.wall_ms, queue.slot, sequence, random)
+
+    def _place(
+        self,
+        queue: Queue,
+        priority: int,
+        max_attempts: int,
+        due_ms: int,
+        key: str | None,
+        body: bytes,
+        job_id: bytes,
+    ) -> None:
+        """A new job, ready or scheduled, and its idempotency key."""
         record = keys.job_value(job_id, 1, max_attempts, body)
         inverted = PRIORITIES - 1 - priority
-        if due_ms > wall_ms:
+        sequence = job_ids.sequence(job_id)
+        if due_ms > self._now.wall_ms:
             self._schedule(queue, inverted, sequence, due_ms, record)
         else:
             self._make_ready(queue, inverted, sequence, record)
-        return job_id
+        if key is not None:
+            window_ms = self._config.effective(queue.name).dedup_window_ms
+            self._dedup.remember(queue, key, job_id, self._now.wall_ms + window_ms)
 
     def _make_ready(self, queue: Queue, inverted: int, sequence: int, record: bytes) -> None:
         self._store.put(Family.JOBS, keys.job_key(queue.slot, queue.number, inverted, sequence), record)
@@ -703,6 +744,63 @@ class Machine:
         found = [self._queues.get(name) for name in operation[2]]
         known = [queue is not None and bool(queue.depth or queue.dead) for queue in found]
         self.results.append((router, [operation[0], OK, known]))
+
+    # -- transactions (the rules are in `participant`) -----------------------------------------
+
+    def _prepare(self, router: str, operation: Operation) -> None:
+        op_id, _, transaction, home, entropy, jobs = operation
+        self.results.append((router, [op_id, OK, self._participant.prepare(router, transaction, home, entropy, jobs)]))
+
+    def _decide(self, router: str, operation: Operation) -> None:
+        op_id, _, transaction, participants = operation
+        self.results.append((router, [op_id, OK, self._participant.decide(router, transaction, participants)]))
+
+    def _commit(self, router: str, operation: Operation) -> None:
+        self._participant.commit(operation[2])
+        self.results.append((router, [operation[0], OK, None]))
+
+    def _abort(self, router: str, operation: Operation) -> None:
+        self._participant.abort(operation[2])
+        self.results.append((router, [operation[0], OK, None]))
+
+    def _resolve(self, router: str, operation: Operation) -> None:
+        op_id, _, transaction, coordinator = operation
+        # What a coordinator asks itself comes after all that it asked before.
+        may_prepare = coordinator in self._routers and coordinator != router
+        self.results.append((router, [op_id, OK, self._participant.resolve(coordinator, transaction, may_prepare)]))
+
+    def _forget(self, router: str, operation: Operation) -> None:
+        self._participant.forget(operation[2])
+        self.results.append((router, [operation[0], OK, None]))
+
+    def _ask(self) -> bool:
+        """Put what is open here, and whose coordinator has died, to a router: another one each time."""
+        if self._participant.is_in_doubt and self._routers and self._now.mono_ms >= self._ask_at:
+            self._ask_at = self._now.mono_ms + ASK_AGAIN_MS
+            self._asked += 1
+            router = sorted(self._routers)[self._asked % len(self._routers)]
+            for question in self._participant.questions():
+                self.results.append((router, [0, OK, question]))
+        return False
+
+    def duplicate(self, name: str, key: str) -> EnqueueOutcome | None:
+        queue = self._queues.get(name)
+        return None if queue is None else self._duplicate(queue, key)
+
+    def queue_for(self, name: str) -> Queue:
+        return self._queues.get(name) or self._new_queue(name)
+
+    def place(self, jobs: Iterable[tuple[EnqueueJob, bytes]]) -> None:
+        stirred: dict[str, Queue] = {}
+        for (name, priority, max_attempts, due_ms, key, body), job_id in jobs:
+            queue = self.queue_for(name)
+            self._place(queue, priority, max_attempts, due_ms, key, body, job_id)
+            if queue.ready:
+                stirred[name] = queue
+        self._serve_all(stirred.values())
+
+    def again(self, router: str, operation: Operation) -> None:
+        self._handlers[operation[1]](router, operation)
 
     # -- for operators ------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from common.control import (
     Fatal,
     Ready,
     RouterDown,
+    RouterUp,
     StartShard,
     Stop,
     ToChild,
@@ -114,7 +115,7 @@ class ShardProcess:
         config = Config.model_validate(self._start.config)
         try:
             store = open_store(Path(self._start.directory), config)
-            machine = Machine(store, config, instant())
+            machine = Machine(store, config, instant(), self._start.index, self._start.routers)
         except StoreError as error:
             self._control.send(Fatal(text=one_line(str(error))))
             return 1
@@ -210,6 +211,8 @@ class ShardProcess:
             except Empty:
                 return
             match message:
+                case RouterUp():
+                    machine.router_came(message.name)
                 case RouterDown():
                     self._gone.add(message.name)
                     self._links.drop(message.name)

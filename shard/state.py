@@ -30,6 +30,7 @@ class Queue:
         "name",
         "number",
         "ready",
+        "reserved",
         "scheduled",
         "slot",
     )
@@ -43,6 +44,7 @@ class Queue:
         self.leased = 0
         self.dead = 0
         self.keys = 0
+        self.reserved = 0  # jobs of transactions that are not decided; counted from those at start
         self.lanes: list[Lane | None] = [None] * PRIORITIES  # by 9 - priority
         self.closing_until_ms = 0  # wall time; 0: it is not being deleted
         self.dirty = False
@@ -50,12 +52,20 @@ class Queue:
     @property
     def is_empty(self) -> bool:
         """Nothing is stored of it but its own record."""
-        return not (self.ready or self.leased or self.scheduled or self.dead or self.keys or self.closing_until_ms)
+        return not (
+            self.ready
+            or self.leased
+            or self.scheduled
+            or self.reserved
+            or self.dead
+            or self.keys
+            or self.closing_until_ms
+        )
 
     @property
     def depth(self) -> int:
         """Live jobs: what `max_queue_depth` caps."""
-        return self.ready + self.scheduled + self.leased
+        return self.ready + self.scheduled + self.leased + self.reserved
 
 
 class Slot:

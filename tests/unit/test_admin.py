@@ -841,7 +841,9 @@ def test_an_empty_queue_whose_deletion_was_forgotten_retires(shard: Shard) -> No
     shard.enqueue()
     shard.ack(shard.reserve_one())
     close(shard)
-    shard.pass_time(CLOSING_MS)
+    shard.pass_time(RETIRE_AFTER_MS)
+    shard.pass_time(CLOSING_MS - RETIRE_AFTER_MS)
+    assert queue_row(shard).number == 1
     shard.pass_time(RETIRE_AFTER_MS)
     assert stored_of_queues(shard) == {}
 

@@ -21,6 +21,7 @@ from common.control import (
     Message,
     Ready,
     RouterDown,
+    RouterUp,
     Serving,
     ShardAddress,
     ShardDown,
@@ -43,6 +44,7 @@ START_SHARD = StartShard(
     epoch=1,
     owners=[0, 1],
     shards=2,
+    routers=["r0-8"],
 )
 START_ROUTER = StartRouter(
     index=0,
@@ -57,6 +59,7 @@ START_ROUTER = StartRouter(
 )
 TO_CHILD = [
     START_SHARD,
+    RouterUp(name="r1-9"),
     RouterDown(name="r0-8"),
     Stop(),
     START_ROUTER,

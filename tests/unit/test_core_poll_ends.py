@@ -163,27 +163,37 @@ def closed(router: RouterDriver, call: FakeCall) -> None:
     router.closed(call)
 
 
-def wait_over(router: RouterDriver, call: FakeCall) -> None:
-    router.pass_ms(WAIT_MS)
-    assert router.reserved(call) == []
-
-
 def server_stops(router: RouterDriver, call: FakeCall) -> None:
     router.core.drain(router.now)
     assert router.reserved(call) == []
 
 
 def closed_with_an_answer_on_its_way(router: RouterDriver, call: FakeCall) -> None:
-    """The wait ended, but the answer met the end of the call."""
-    wait_over(router, call)
+    """The server stopped, but the answer met the end of the call."""
+    server_stops(router, call)
     router.closed(call)
     router.left(call, False)
 
 
-ENDS = [closed, wait_over, server_stops, closed_with_an_answer_on_its_way]
+def wait_over(router: RouterDriver, call: FakeCall) -> None:
+    """The answer waits for a claim that is under way."""
+    router.pass_ms(WAIT_MS)
+
+
+def closed_when_the_wait_was_over(router: RouterDriver, call: FakeCall) -> None:
+    """Perhaps in the moment in which the answer would have left."""
+    wait_over(router, call)
+    was_answered = router.is_answered(call)
+    router.closed(call)
+    if was_answered:
+        router.left(call, False)
+
+
+ENDS_WITHOUT_THE_CLAIM = [closed, server_stops, closed_with_an_answer_on_its_way, closed_when_the_wait_was_over]
 
 each_state = pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-each_end = pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+each_end = pytest.mark.parametrize("end", [*ENDS_WITHOUT_THE_CLAIM, wait_over], ids=lambda end: end.__name__)
+each_end_without_the_claim = pytest.mark.parametrize("end", ENDS_WITHOUT_THE_CLAIM, ids=lambda end: end.__name__)
 
 
 @each_end
@@ -193,7 +203,17 @@ def test_a_poll_that_ends_leaves_nothing_behind(router: RouterDriver, state: Sta
     end(router, call)
 
 
-@each_end
+@each_state
+def test_a_poll_whose_wait_is_over_is_answered_with_nothing_when_nothing_was_claimed(
+    router: RouterDriver, state: State
+) -> None:
+    call = state(router)
+    wait_over(router, call)
+    router.serve()
+    assert router.reserved(call) == []
+
+
+@each_end_without_the_claim
 @each_state
 def test_jobs_that_were_claimed_before_the_shard_heard_of_the_end_are_given_back(
     router: RouterDriver, state: State, end: End
@@ -206,6 +226,31 @@ def test_jobs_that_were_claimed_before_the_shard_heard_of_the_end_are_given_back
         shard.send()
         shard.envelopes()
         assert operation[0] in shard.given_back
+
+
+@each_state
+def test_jobs_that_were_claimed_before_the_shard_heard_of_the_end_of_the_wait_are_in_the_answer(
+    router: RouterDriver, state: State
+) -> None:
+    call = state(router)
+    claims = taken(router, Op.RESERVE)
+    wait_over(router, call)
+    for shard, operation in claims:
+        shard.answer(operation, [leased(operation[2][0])])
+    assert not claims or router.reserved(call) == [(operation[2][0], 1) for _, operation in claims]
+
+
+@each_state
+def test_a_wait_that_ends_while_a_shard_dies_is_over_at_once(router: RouterDriver, state: State) -> None:
+    call = state(router)
+    for shard in router.shards:
+        shard.envelopes()
+    wait_over(router, call)
+    for shard in router.shards:
+        if shard.generation:
+            shard.down()
+    assert router.reserved(call) == []
+    assert router.core.next_timer_ms() is None
 
 
 @each_end
@@ -245,23 +290,55 @@ def test_a_shard_that_dies_after_the_end_gets_back_what_it_may_have_claimed(
         router.shards[dying].restart()
 
 
-@each_end
-def test_jobs_of_an_earlier_shard_are_not_lost_when_the_call_ends_in_the_next(router: RouterDriver, end: End) -> None:
+def claimed_from_the_first(router: RouterDriver) -> FakeCall:
     call = router.reserve(LEFT, RIGHT, max_jobs=2, wait_ms=WAIT_MS)
     router.shards[0].answer(router.shards[0].operation(), [leased(LEFT)])
-    if end is closed:
-        router.closed(call)
-        router.shards[0].envelopes()
-        assert len(router.shards[0].given_back) == 1
-    else:
-        router.core.drain(router.now) if end is server_stops else router.pass_ms(WAIT_MS)
-        assert router.reserved(call) == [(LEFT, 1)]
+    return call
 
 
-def test_an_end_is_told_to_a_shard_once(router: RouterDriver) -> None:
+@pytest.mark.parametrize("end", [closed, closed_when_the_wait_was_over])
+def test_jobs_of_an_earlier_shard_are_given_back_when_the_call_ends_in_the_next(router: RouterDriver, end: End) -> None:
+    call = claimed_from_the_first(router)
+    end(router, call)
+    router.shards[0].envelopes()
+    assert len(router.shards[0].given_back) == 1
+
+
+def test_jobs_of_an_earlier_shard_are_answered_when_the_server_stops_in_the_next(router: RouterDriver) -> None:
+    call = claimed_from_the_first(router)
+    router.core.drain(router.now)
+    assert router.reserved(call) == [(LEFT, 1)]
+
+
+def test_jobs_of_an_earlier_shard_are_answered_with_those_of_the_next_when_the_wait_ends_between_them(
+    router: RouterDriver,
+) -> None:
+    call = claimed_from_the_first(router)
+    wait_over(router, call)
+    assert not router.is_answered(call)
+    router.shards[1].answer(router.shards[1].operation(), [leased(RIGHT)])
+    assert router.reserved(call) == [(LEFT, 1), (RIGHT, 1)]
+
+
+@pytest.mark.parametrize("end", [closed_with_an_answer_on_its_way, closed_when_the_wait_was_over])
+def test_an_end_is_told_to_a_shard_once(router: RouterDriver, end: End) -> None:
     call = parked(router)
-    closed_with_an_answer_on_its_way(router, call)
+    end(router, call)
     assert len(router.shards[0].operations()) == 1
+
+
+def test_an_answer_that_came_after_the_wait_and_meets_the_end_of_its_call_gives_its_jobs_back(
+    router: RouterDriver,
+) -> None:
+    call = parked(router)
+    (operation,) = router.shards[0].waiting.values()
+    wait_over(router, call)
+    router.shards[0].answer(operation, [leased(LEFT)])
+    assert router.reserved(call) == [(LEFT, 1)]
+    router.closed(call)
+    router.left(call, False)
+    router.shards[0].envelopes()
+    assert router.shards[0].given_back == [operation[0]]
 
 
 def test_an_answer_that_meets_the_end_of_its_call_gives_its_jobs_back(router: RouterDriver) -> None:

@@ -204,26 +204,121 @@ def test_a_wait_that_is_over_is_answered_with_nothing_and_its_operation_cancelle
     router.pass_ms(1_999)
     assert not router.is_answered(call)
     router.pass_ms(1)
+    cancellation = router.shards[0].operation()
+    assert cancellation[1:] == [Op.CANCEL, operation[0]]
+    assert not router.is_answered(call)
+    router.shards[0].answer(cancellation)
     assert router.reserved(call) == []
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "patience_ms", "expected_ms"),
+    [(60_000, 500, 500), (3_600_000, 10_000_000, 300_000), (60_000, -1, 0)],
+    ids=["than the client waits", "than the server allows", "than no time at all"],
+)
+def test_a_wait_is_no_longer(router: RouterDriver, wait_ms: int, patience_ms: int, expected_ms: int) -> None:
+    router.reserve(LEFT, wait_ms=wait_ms, deadline=router.in_ms(patience_ms))
+    operation = router.shards[0].operation()
+    if expected_ms:
+        router.pass_ms(expected_ms - 1)
+        assert router.shards[0].operations() == []
+    router.pass_ms(1)
     assert router.shards[0].operation()[1:] == [Op.CANCEL, operation[0]]
 
 
-def test_a_wait_is_no_longer_than_the_client_waits(router: RouterDriver) -> None:
-    call = router.reserve(LEFT, wait_ms=60_000, deadline=router.in_ms(500))
-    router.pass_ms(500)
+# ---- a wait that ends while a claim is under way
+
+
+def test_a_wait_shorter_than_a_claim_still_brings_the_job(router: RouterDriver) -> None:
+    call = router.reserve(LEFT, wait_ms=1)
+    operation = router.shards[0].operation()
+    router.pass_ms(5)
+    assert not router.is_answered(call)
+    router.shards[0].answer(operation, [leased(LEFT)])
+    assert router.reserved(call) == [(LEFT, 1)]
+
+
+def test_a_wait_that_ends_before_its_claim_was_sent_is_one_that_may_not_park(router: RouterDriver) -> None:
+    router.shards[0].crowd()
+    call = router.reserve(LEFT, wait_ms=1)
+    router.pass_ms(1)
+    router.shards[0].send()
+    operation = router.shards[0].operation()
+    assert operation[1:] == reserve_operation([LEFT], may_wait=False)
+    assert router.core.shards[0].is_full(3)  # two acks and this: it is no parked one, which would not count
+    router.shards[0].answer(operation, [leased(LEFT)])
+    assert router.reserved(call) == [(LEFT, 1)]
+
+
+def test_a_wait_that_ends_during_the_claims_of_several_shards_is_answered_after_the_last_of_them(
+    router: RouterDriver,
+) -> None:
+    call = router.reserve(LEFT, RIGHT, wait_ms=1)
+    first = router.shards[0].operation()
+    router.pass_ms(1)
+    assert not router.is_answered(call)
+    router.shards[0].answer(first, [])
+    router.shards[1].answer(router.shards[1].operation(), [leased(RIGHT)])
+    assert router.reserved(call) == [(RIGHT, 1)]
+
+
+def test_a_wait_that_ends_during_claims_that_give_nothing_is_answered_with_nothing_and_watches_nobody(
+    router: RouterDriver,
+) -> None:
+    call = router.reserve(LEFT, RIGHT, wait_ms=1)
+    first = router.shards[0].operation()
+    router.pass_ms(1)
+    router.shards[0].answer(first, [])
+    router.shards[1].answer(router.shards[1].operation(), [])
+    assert router.reserved(call) == []
+    assert [shard.operations() for shard in router.shards] == [[], []]
+
+
+def test_a_wake_up_that_comes_during_the_last_claims_is_passed_on(router: RouterDriver) -> None:
+    call, left, right = watching(router)
+    router.shards[0].answer(left, True)
+    claim = router.shards[1].operation()
+    router.pass_ms(60_000)
+    router.shards[1].answer(right, True)
+    router.shards[1].answer(claim, [])
+    router.shards[0].answer(router.shards[0].operation(), [])
+    assert router.reserved(call) == []
+    assert router.shards[1].operation()[1:] == [Op.CANCEL, right[0]]
+
+
+@pytest.mark.parametrize("queues", [(LEFT,), (LEFT, RIGHT), (RIGHT, LEFT)])
+def test_a_wait_that_ended_before_its_claim_was_sent_is_not_prolonged_by_a_shard_that_goes_down(
+    router: RouterDriver, queues: tuple[str, ...]
+) -> None:
+    router.shards[0].crowd()
+    call = router.reserve(*queues, wait_ms=1)
+    router.pass_ms(1)
+    if queues[0] == RIGHT:
+        router.shards[1].answer(router.shards[1].operation(), [])
+    assert not router.is_answered(call)
+    router.shards[0].down()
+    if queues[-1] == RIGHT:
+        router.shards[1].answer(router.shards[1].operation(), [])
     assert router.reserved(call) == []
 
 
-def test_a_wait_is_no_longer_than_the_server_allows(router: RouterDriver) -> None:
-    call = router.reserve(LEFT, wait_ms=3_600_000)
-    router.pass_ms(300_000)
+def test_a_claim_that_is_lost_after_the_wait_is_given_back_and_not_repeated(router: RouterDriver) -> None:
+    call = router.reserve(LEFT, wait_ms=1)
+    lost = router.shards[0].operation()
+    router.pass_ms(1)
+    router.shards[0].restart()
     assert router.reserved(call) == []
+    router.shards[0].serve()
+    assert router.shards[0].given_back == [lost[0]]
 
 
-def test_a_call_whose_deadline_has_passed_is_answered_with_nothing(router: RouterDriver) -> None:
-    call = router.reserve(LEFT, wait_ms=60_000, deadline=router.in_ms(-1))
-    router.pass_ms(0)
-    assert router.reserved(call) == []
+def test_a_failed_write_after_the_wait_is_an_internal_error(router: RouterDriver) -> None:
+    call = router.reserve(LEFT, wait_ms=1)
+    operation = router.shards[0].operation()
+    router.pass_ms(1)
+    router.shards[0].answer(operation, "the write failed", INTERNAL)
+    assert router.failure(call).status == Status.INTERNAL
+    router.shards[0].restart()
 
 
 # ---- watches
@@ -434,8 +529,10 @@ def test_a_lost_poll_waits_on_for_what_was_left_of_its_wait(router: RouterDriver
         router.shards[0].restart()
         assert router.shards[0].operation()[1:] == reserve_operation([LEFT], may_wait=True)
     router.pass_ms(999)
-    assert not router.is_answered(call)
+    assert router.shards[0].operations() == []
     router.pass_ms(1)
+    assert router.shards[0].operation()[1] == Op.CANCEL
+    router.serve()
     assert router.reserved(call) == []
 
 
