@@ -62,6 +62,7 @@ from shard.waiting import Waiter, WaitingRoom
 OK = 0
 NOT_FOUND = 5
 FAILED_PRECONDITION = 9
+INTERNAL = 13
 
 # Sequence numbers are drawn from blocks, so that their limit is stored once per
 # block and not with every job; a restart skips what is left of a block.
@@ -90,6 +91,8 @@ class Machine:
         self.results: list[tuple[str, Result]] = []
         # What an operator should know (a record that was set aside); the shell logs and empties it.
         self.reports: list[str] = []
+        # Why no jobs are taken, None while they are; the shell sets it. What ends jobs goes on.
+        self.shortage: str | None = None
         self._slots: dict[int, Slot] = {}
         self._queues: dict[str, Queue] = {}
         self._by_number: dict[tuple[int, int], Queue] = {}
@@ -300,7 +303,7 @@ class Machine:
 
     def _enqueue(self, router: str, operation: Operation) -> None:
         op_id, _, entropy, jobs = operation
-        if self._participant.blocks(router, operation, jobs):
+        if self._is_short(router, op_id) or self._participant.blocks(router, operation, jobs):
             return
         outcomes: list[EnqueueOutcome] = []
         stirred: dict[str, Queue] = {}
@@ -324,7 +327,7 @@ class Machine:
     def _enqueue_atomic(self, router: str, operation: Operation) -> None:
         """All or nothing: capacity is checked for the batch as a whole, duplicates counted as new jobs."""
         op_id, _, entropy, jobs = operation
-        if self._participant.blocks(router, operation, jobs):
+        if self._is_short(router, op_id) or self._participant.blocks(router, operation, jobs):
             return
         refusals = self.refusals(jobs)
         if refusals:
@@ -339,6 +342,12 @@ class Machine:
             outcomes.append(self._admit(job, index, entropy, stirred) if duplicate is None else duplicate)
         self.results.append((router, [op_id, OK, [True, outcomes]]))
         self._serve_all(stirred.values())
+
+    def _is_short(self, router: str, op_id: int) -> bool:
+        if self.shortage is None:
+            return False
+        self.results.append((router, [op_id, INTERNAL, self.shortage]))
+        return True
 
     def refusals(self, jobs: list[EnqueueJob]) -> list[tuple[int, EnqueueOutcome]]:
         """Why an atomic batch cannot be stored: every job at fault, with its index."""
@@ -749,6 +758,8 @@ class Machine:
 
     def _prepare(self, router: str, operation: Operation) -> None:
         op_id, _, transaction, home, entropy, jobs = operation
+        if self._is_short(router, op_id):
+            return
         self.results.append((router, [op_id, OK, self._participant.prepare(router, transaction, home, entropy, jobs)]))
 
     def _decide(self, router: str, operation: Operation) -> None:

@@ -30,6 +30,7 @@ from common.control import (
     one_line,
 )
 from shard.commit import Answers, GroupCommit
+from shard.disk import LOOK_INTERVAL_S, shortage
 from shard.machine import Machine
 from shard.state import Instant
 from shard.store import Store, StoreBusy, StoreError
@@ -108,13 +109,15 @@ class ShardProcess:
         self._links = RouterLinks(self._context, start.address, start.name, start.generation)
         self._gone: set[str] = set()
         self._stopping = False
+        self._directory = Path(start.directory)
+        self._looked_at_disk_at = 0.0
 
     def run(self, wake_fd: int) -> int:
         """Serve until told to stop. `wake_fd` is readable when a control message has come."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         config = Config.model_validate(self._start.config)
         try:
-            store = open_store(Path(self._start.directory), config)
+            store = open_store(self._directory, config)
             machine = Machine(store, config, instant(), self._start.index, self._start.routers)
         except StoreError as error:
             self._control.send(Fatal(text=one_line(str(error))))
@@ -153,6 +156,7 @@ class ShardProcess:
             now = instant()
             more_is_due = machine.tick(now)
             if self._inbox in ready:
+                self._look_at_disk(machine)
                 self._take_envelopes(machine, commit, now)
             for router, result in machine.results:
                 commit.answers.add(router, result)
@@ -162,6 +166,16 @@ class ShardProcess:
             machine.reports.clear()
             machine.end_turn()
             self._leave(commit.written(self._write(store)))
+
+    def _look_at_disk(self, machine: Machine) -> None:
+        now_s = time.monotonic()
+        if now_s - self._looked_at_disk_at < LOOK_INTERVAL_S:
+            return
+        self._looked_at_disk_at = now_s
+        found = shortage(self._directory)
+        if (found is None) != (machine.shortage is None):
+            log.error("no jobs are taken", reason=found) if found else log.warning("jobs are taken again")
+        machine.shortage = found
 
     def _take_envelopes(self, machine: Machine, commit: GroupCommit, now: Instant) -> None:
         taken = 0
