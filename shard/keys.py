@@ -1,6 +1,6 @@
 """How everything is laid out in the store: keys, values, and why they sort as they do.
 
-Every key begins with the slot (2 bytes, big endian), so that a slot is one contiguous range in each
+Keys begin with the slot (2 bytes, big endian), so that a slot is one contiguous range in each
 family and can be copied to another shard. Queues are numbered within their slot, names are stored
 once. Priorities are stored inverted, so that byte order is serving order.
 
@@ -14,6 +14,7 @@ once. Priorities are stored inverted, so that byte order is serving order.
     QUEUES        slot queue                                    name, counters, first ready sequence by priority,
                                                                 until when it is closing
     SLOTS         slot                                          sequence limit, next queue number
+    TRANSACTIONS  transaction                                   see `participant` (not part of any slot)
     META          a name                                        (not part of any slot)
 
 A job is one record, and the family it is in says what it is: ready or leased (JOBS; leased when a
