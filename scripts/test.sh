@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Installs what is needed into .venv, then runs the tests; arguments go to pytest.
+# Installs what is needed into .venv, then runs the tests; arguments go to pytest. Without arguments all of
+# them run, in four processes: most of the time they wait for servers that start, stop and are killed.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/install.sh"
 
 cd "$root"
+if [ $# -eq 0 ]; then
+    set -- -n 4 --dist loadfile
+fi
 exec "$venv/bin/python" -m pytest "$@"
