@@ -75,8 +75,6 @@ class Op(IntEnum):
     RESOLVE = 19
     # transaction → None; at the home: nobody can ask about it any more
     FORGET = 20
-    # nothing → None; a router shows itself to a new process of a shard
-    HELLO = 21
 
 
 class AdminCommand(StrEnum):

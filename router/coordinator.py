@@ -32,10 +32,11 @@ from router.outbound import Pending
 if TYPE_CHECKING:
     from router.core import Core
 
-# How long a transaction that met another one's keys waits before it tries again, in ms, doubled each time.
+# How long a transaction that met another one's keys waits at most before it tries again, in ms: doubled each
+# time, up to the second.
 BUSY_RETRY_MS = 4
 BUSY_RETRY_MAX_MS = 250
-# After how many times it gives up: about five seconds.
+# After how many times it gives up: five seconds at most.
 BUSY_RETRIES_MAX = 24
 
 
@@ -175,7 +176,7 @@ class Transaction:
     def _try_again(self) -> None:
         self._retries += 1
         now = self._core.now
-        delay_ms = min(BUSY_RETRY_MS << min(self._retries, 10), BUSY_RETRY_MAX_MS)
+        delay_ms = min(BUSY_RETRY_MS << min(self._retries - 1, 10), BUSY_RETRY_MAX_MS)
         # Not all at the same moment: what met once would meet again.
         delay_ms = 1 + self._core.random_bytes(1)[0] * delay_ms // 256
         if self._retries > BUSY_RETRIES_MAX or now.wall_ms + delay_ms >= self._call.deadline * 1000:

@@ -60,7 +60,7 @@ class DrainFlow:
         self._finish_if_done()
 
     def hold(self) -> None:
-        if not self.timer_at:
+        if not self.timer_at and not self._closed:
             self._core.set_timer(self, self._core.hold_until(self._call))
 
     def timer_fired(self) -> None:
@@ -73,6 +73,9 @@ class DrainFlow:
     def closed(self) -> None:
         self._closed = True
         self.timer_at = 0
+        for op_id, (shard, pending) in list(self._pending.items()):
+            if self._core.shards[shard].withdraw(pending):
+                del self._pending[op_id]
         self._give_back()
 
     def answer_left(self, left: bool) -> None:

@@ -65,10 +65,13 @@ class RouterLinks:
         self._generation = generation
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._numbers: dict[str, int] = {}
+        self._gone: set[str] = set()  # names are never used again
 
     def send(self, answers: Answers) -> None:
         """Send each router its answers. What a router does not take it no longer needs: it is gone."""
         for router in answers.routers():
+            if router in self._gone:
+                continue
             number = self._numbers[router] = answers.numbers.get(router, self._numbers.get(router, 0))
             results = answers.results.get(router, [])
             message = wire.pack(self._generation, self._shard, number, results)
@@ -76,10 +79,14 @@ class RouterLinks:
 
     def drop(self, router: str) -> None:
         """The router has ended."""
+        self._gone.add(router)
         self._numbers.pop(router, None)
         link = self._sockets.pop(router, None)
         if link is not None:
             link.close(linger=0)
+
+    def has_dropped(self, router: str) -> bool:
+        return router in self._gone
 
     def close(self, linger_ms: int) -> None:
         for link in self._sockets.values():
@@ -107,7 +114,6 @@ class ShardProcess:
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.rcvhwm = 0  # routers have at most two envelopes each on the way
         self._links = RouterLinks(self._context, start.address, start.name, start.generation)
-        self._gone: set[str] = set()
         self._stopping = False
         self._directory = Path(start.directory)
         self._looked_at_disk_at = 0.0
@@ -185,7 +191,7 @@ class ShardProcess:
             except zmq.Again:
                 return
             envelope = wire.unpack(message)
-            if envelope.generation != self._start.generation or envelope.sender in self._gone:
+            if envelope.generation != self._start.generation or self._links.has_dropped(envelope.sender):
                 log.warning("envelope for another process refused", sender=envelope.sender)
                 continue
             for operation in envelope.items:
@@ -228,7 +234,6 @@ class ShardProcess:
                 case RouterUp():
                     machine.router_came(message.name)
                 case RouterDown():
-                    self._gone.add(message.name)
                     self._links.drop(message.name)
                     machine.router_gone(message.name, instant())
                 case ConfigChanged():

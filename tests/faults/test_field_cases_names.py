@@ -97,18 +97,16 @@ async def test_queues_whose_names_are_alike_never_show_one_anothers_records_befo
 ) -> None:
     server = new_server(shards=shards, settings=KEEP_DEAD_LETTERS).start()
     far = datetime.now(UTC) + timedelta(hours=1)
-    ids: dict[str, str] = {}
-    dead: dict[str, str] = {}
     async with connected(server.address) as client:
-        for name in ALIKE:
-            dead[name] = (await client.enqueue(job(name, key="dead"))).job_id
+        acks = await client.enqueue_atomic([job(name, key="dead") for name in ALIKE])
+        dead = {name: ack.job_id for name, ack in zip(ALIKE, acks, strict=True)}
         for name in ALIKE:
             found = await reserve_one(client, name)
             assert (found.ctx.id, found.ctx.queue) == (dead[name], name)
             await client.nack(found.ctx, RetryDirective.DEAD_LETTER)
-        for name in ALIKE:
-            ids[name] = (await client.enqueue(job(name, name, key="ready"))).job_id
-            await client.enqueue(EnqueueRequest(name, "letter", scheduled_at=far))
+        acks = await client.enqueue_atomic([job(name, name, key="ready") for name in ALIKE])
+        ids = {name: ack.job_id for name, ack in zip(ALIKE, acks, strict=True)}
+        await client.enqueue_batch([EnqueueRequest(name, "letter", scheduled_at=far) for name in ALIKE])
     assert await asyncio.to_thread(counters, server) == dict.fromkeys(ALIKE, (1, 1, 0, 1))
     await asyncio.to_thread(server.kill_all)
     server.restart()

@@ -28,7 +28,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sepp import EnqueueRequest, Payload, SeppClient
+from sepp import EnqueueRequest, Job, Payload, SeppClient
 from sepp.errors import ClientError, JobNotFoundError, ServerInternalError
 
 from shard.machine import TICK_LIMIT
@@ -76,7 +76,7 @@ async def test_a_stop_while_the_disk_hangs_keeps_every_ok_and_leases_nothing_to_
     async with AsyncExitStack() as stack:
         pollers = [await stack.enter_async_context(connected(server.address)) for _ in range(5)]
         client = await stack.enter_async_context(connected(server.address))
-        held = []
+        held: list[Job] = []
         for number in range(UNDER_WAY):
             await client.enqueue(job(queues[number % shards], f"held {number}"))
         while len(held) < UNDER_WAY:

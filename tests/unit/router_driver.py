@@ -20,7 +20,7 @@ from common import job_ids, wire
 from common import queue_pb2 as pb
 from common.config import Config
 from common.slots import SlotMap, slot_of
-from common.wire import Envelope, Op, Operation
+from common.wire import Envelope, Fate, Op, Operation, Vote
 from router.core import Core, Moment, Reply
 from router.front import WATCHED_METHODS, Status
 
@@ -71,6 +71,9 @@ class FakeShard:
         self.claimed: set[int] = set()
         # Op ids of watches that were told of a job, and have not claimed or passed it on.
         self.woken: set[int] = set()
+        # Transactions of which it may hold a promise or a decision, and has not heard the end.
+        self.promised: set[int] = set()
+        self.decided: set[int] = set()
         self._returning: list[tuple[int, int]] = []  # number of an envelope, op id that it gives back
         self.confirmed: list[int] = []
         self.given_back: list[int] = []
@@ -86,8 +89,10 @@ class FakeShard:
         self._driver.core.shard_up(self.index, self.generation, self._driver.now)
 
     def down(self) -> None:
-        """Its process ends, and all that it had in memory. A reserve may have left a lease on the disk."""
+        """Its process ends, and all that it had in memory. What it had taken may be on the disk."""
         generation, self.generation = self.generation, 0
+        self.promised |= {operation[2] for operation in self.waiting.values() if operation[1] == Op.PREPARE}
+        self.decided |= {operation[2] for operation in self.waiting.values() if operation[1] == Op.DECIDE}
         self.claimed |= {op_id for op_id, operation in self.waiting.items() if operation[1] == Op.RESERVE}
         self.claimed |= {op_id for _, op_id in self._returning}
         self.claimed -= self._drains
@@ -166,6 +171,24 @@ class FakeShard:
             self.woken.add(op_id)
         elif kind in (Op.RESERVE, Op.DRAIN) and (data or status != Status.OK):
             self.claimed.add(op_id)
+        elif kind in (Op.PREPARE, Op.DECIDE, Op.COMMIT, Op.ABORT, Op.RESOLVE, Op.FORGET):
+            is_ours = kind != Op.RESOLVE or arguments[1] == ROUTER
+            self._note_step(kind, arguments[0], status, data if is_ours else None)
+
+    def _note_step(self, kind: Op, transaction: int, status: int, data: Any) -> None:
+        """A step of a transaction; of one that failed the outcome is unknown. What a router that has ended
+        decided is finished when the home asks for it."""
+        if kind == Op.PREPARE and (status != Status.OK or data[0] == Vote.YES):
+            self.promised.add(transaction)
+        elif kind == Op.DECIDE and status != Status.OK:
+            self.decided.add(transaction)
+        elif status == Status.OK and kind == Op.FORGET:
+            self.decided.discard(transaction)
+        elif status == Status.OK:
+            self.promised.discard(transaction)
+            if kind in (Op.DECIDE, Op.RESOLVE):
+                self.decided.discard(transaction)
+                self.decided |= {transaction} if data == Fate.COMMITTED else set()
 
     def answer(self, operation: Operation, data: Any = None, status: int = Status.OK) -> None:
         """The result of one operation."""
@@ -174,7 +197,7 @@ class FakeShard:
     def crowd(self) -> None:
         """Keep it busy, so that what comes next is not sent to it."""
         for number in range(2):
-            self._driver.ack(job_id_on(queue_on(self.index), number))
+            self._driver.ack(job_id_on(queue_on(self.index, 0, self._driver.shards_count), number))
         self.envelopes()
 
     def serve(self) -> None:
@@ -193,6 +216,10 @@ def _usual(operation: Operation) -> Any:
             return [job_id_on(queue, number) for number, (queue, *_) in enumerate(operation[3])]
         case Op.ENQUEUE_ATOMIC:
             return [True, [job_id_on(queue, number) for number, (queue, *_) in enumerate(operation[3])]]
+        case Op.PREPARE:
+            return [Vote.YES, [job_id_on(queue, number) for number, (queue, *_) in enumerate(operation[5])]]
+        case Op.DECIDE | Op.RESOLVE:
+            return Fate.COMMITTED
         case Op.RESERVE | Op.DRAIN:
             return []
         case Op.KNOWN:
@@ -348,6 +375,7 @@ class RouterDriver:
         assert [call for call in self._calls if not (self.is_answered(call) or id(call) in self._gone)] == []
         for shard in self.shards:
             assert (shard.waiting, shard.claimed, shard.woken) == ({}, set(), set())
+            assert (shard.promised, shard.decided) == (set(), set())
         assert_idle(self.core)
 
 
@@ -355,6 +383,7 @@ def assert_idle(core: Core) -> None:
     """No call, timer or operation is left in the core's tables."""
     assert core.replies == []
     assert core._watched == {}
+    assert core._recoveries == {}
     assert core.next_timer_ms() is None
     for outbound in core.shards:
         assert outbound.messages == []

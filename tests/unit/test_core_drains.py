@@ -180,3 +180,11 @@ def test_a_drain_does_not_end_sooner_because_the_server_stops(router: RouterDriv
     router.core.drain(router.now)
     router.shards[0].answer(router.shards[0].operation(), [dead(LEFT, 1)])
     assert drained(router, call) == [(LEFT, 1)]
+
+
+def test_a_drain_whose_client_has_gone_is_not_held_for_a_shard_that_goes_down(router: RouterDriver) -> None:
+    router.shards[0].crowd()
+    call = drain(router, LEFT)
+    router.closed(call)
+    router.shards[0].down()
+    assert router.core.next_timer_ms() is None

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from common import job_ids, wire
 from common import queue_pb2 as pb
+from common.config import Config
 from common.slots import SlotMap, slot_of
 from router.core import Core, Moment, Reply
 from router.front import WATCHED_METHODS, Status
@@ -39,10 +40,17 @@ CONFIG = configured(
 )
 OWNERS = SlotMap.even(SHARDS).owners
 LONG_MS = 60_000  # longer than a run
-# Chances per step, and per sync.
-SHARD_DIES = 0.02
-ROUTER_DIES = 0.004
-SYNC_FAILS = 0.004
+
+
+class Chances(NamedTuple):
+    """How probable mishaps are, per step, the last one per sync."""
+
+    shard_dies: float = 0.02
+    router_dies: float = 0.004
+    sync_fails: float = 0.004
+
+
+CHANCES = Chances()
 
 
 class World:
@@ -89,6 +97,11 @@ class World:
             self._next()
         raise AssertionError("it does not come to rest")
 
+    def next(self) -> None:
+        """The next event happens, unless nothing is under way but timers."""
+        if self.under_way:
+            self._next()
+
     def _next(self) -> None:
         self.mono_ms, _, timer, event = heappop(self._events)
         self.under_way -= not timer
@@ -96,15 +109,16 @@ class World:
 
 
 class Link:
-    """Messages in one direction, in their order."""
+    """Messages in one direction, in their order. `longest_ms` is how long one may take."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, longest_ms: int = 4) -> None:
         self.cut = False
         self._world = world
+        self._longest_ms = longest_ms
         self._last_ms = 0
 
     def send(self, event: Callable[[], None]) -> None:
-        self._last_ms = max(self._last_ms, self._world.mono_ms + self._world.random.randint(0, 4))
+        self._last_ms = max(self._last_ms, self._world.mono_ms + self._world.random.randint(0, self._longest_ms))
         self._world.at(self._last_ms, lambda: None if self.cut else event())
 
 
@@ -121,7 +135,9 @@ class SimShard:
 
     def start(self) -> None:
         self.generation = self._world.next_generation()
-        self.machine = Machine(self.store, CONFIG, self._now())
+        routers = [router.name for router in self._cluster.routers]
+        self.machine = Machine(self.store, self._cluster.config, self._now(), self.index, routers)
+        self._control = Link(self._world, 10)
         self._gathering = Answers()
         self._in_air: Answers | None = None
         self._unsynced = False
@@ -139,18 +155,27 @@ class SimShard:
             assert envelope.generation == generation
             self._turn(envelope)
 
-    def router_gone(self, name: str) -> None:
+    def tell_of_router(self, name: str, lives: bool) -> None:
+        """A router has been started or has ended; a shard that is down hears it when it starts."""
         if self.generation:
-            self._gone.add(name)
-            self._gathering.results.pop(name, None)
-            self._gathering.numbers.pop(name, None)
-            self.machine.router_gone(name, self._now())
-            self._turn()
+            self._control.send(partial(self._router_came if lives else self._router_gone, name))
+
+    def _router_came(self, name: str) -> None:
+        self.machine.router_came(name)
+        self._turn()
+
+    def _router_gone(self, name: str) -> None:
+        self._gone.add(name)
+        self._gathering.results.pop(name, None)
+        self._gathering.numbers.pop(name, None)
+        self.machine.router_gone(name, self._now())
+        self._turn()
 
     def die(self) -> None:
         if not self.generation:
             return
         self._cluster.has_lost_parts = True
+        self._control.cut = True
         for link in self._links.values():
             link.cut = self._world.chance(0.5)
         for router in self._cluster.routers:
@@ -200,7 +225,7 @@ class SimShard:
         if generation != self.generation:
             return
         assert self._in_air is not None
-        if self._world.chance(SYNC_FAILS):
+        if self._world.chance(self._cluster.chances.sync_fails):
             self._refuse()
             return
         self.store.end_sync(reach)
@@ -261,7 +286,7 @@ class SimRouter:
         self._world = cluster.world
         self._links: dict[int, Link] = {}  # by generation of the shard
         first_op_id = number << 32
-        self.core = Core(self.name, "1", CONFIG, OWNERS, SHARDS, first_op_id, self._world.random.randbytes)
+        self.core = Core(self.name, "1", cluster.config, OWNERS, SHARDS, first_op_id, self._world.random.randbytes)
 
     def shard_up(self, index: int, generation: int) -> None:
         self._do(lambda now: self.core.shard_up(index, generation, now))
@@ -476,7 +501,9 @@ class Clients:
 class Cluster:
     """Everything together."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, config: Config = CONFIG, chances: Chances = CHANCES) -> None:
+        self.config = config
+        self.chances = chances
         self.world = World(seed)
         self.has_lost_parts = False  # a shard or a router has died
         self.has_lost_routers = False
@@ -497,21 +524,26 @@ class Cluster:
         router = SimRouter(self, self._routers_made)
         self.routers.append(router)
         for shard in self.shards:
+            shard.tell_of_router(router.name, lives=True)
             if shard.generation:
                 router.control.send(partial(router.shard_up, shard.index, shard.generation))
 
     def step(self) -> None:
         self.world.run(self.world.random.randint(0, 4))
         self.clients.act()
-        if self.world.chance(SHARD_DIES):
+        if self.world.chance(self.chances.shard_dies):
             self.world.random.choice(self.shards).die()
-        if self.world.chance(ROUTER_DIES):
-            self.has_lost_parts = self.has_lost_routers = True
-            router = self.routers.pop(self.world.random.randrange(ROUTERS))
-            router.die()
-            for shard in self.shards:
-                self.world.later(10, partial(shard.router_gone, router.name))
-            self._start_router()
+        if self.world.chance(self.chances.router_dies):
+            self.replace_router(self.world.random.randrange(ROUTERS))
+
+    def replace_router(self, place: int) -> None:
+        """A router dies, and another one is started."""
+        self.has_lost_parts = self.has_lost_routers = True
+        router = self.routers.pop(place)
+        router.die()
+        for shard in self.shards:
+            shard.tell_of_router(router.name, lives=False)
+        self._start_router()
 
     def end_waits(self) -> None:
         """By the clients, by the server, or by time."""
