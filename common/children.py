@@ -65,6 +65,7 @@ class Child:
         self.generation = generation
         # Loop time at which it said that it is ready, None before.
         self.ready_at: float | None = None
+        self.serves = False  # a router's health service says SERVING
         # The one line it gave as the reason for its end.
         self.fatal_text: str | None = None
 

@@ -162,6 +162,12 @@ class Ready(Message):
     kind: Literal["ready"] = "ready"
 
 
+class Served(Message):
+    """A router has taken `serving`: health says SERVING from now on."""
+
+    kind: Literal["served"] = "served"
+
+
 class Fatal(Message):
     """The child cannot go on and ends. `text` is one line: what is wrong and what to do about it."""
 
@@ -173,7 +179,7 @@ ToChild = Annotated[
     StartShard | RouterUp | RouterDown | Stop | StartRouter | ShardUp | ShardDown | Serving | Drain | ConfigChanged,
     Field(discriminator="kind"),
 ]
-FromChild = Annotated[Ready | Fatal, Field(discriminator="kind")]
+FromChild = Annotated[Ready | Served | Fatal, Field(discriminator="kind")]
 
 _T = TypeVar("_T")
 _TO_CHILD: TypeAdapter[ToChild] = TypeAdapter(ToChild)

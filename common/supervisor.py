@@ -41,6 +41,7 @@ from common.control import (
     JsonObject,
     RouterDown,
     RouterUp,
+    Served,
     Serving,
     ShardAddress,
     ShardDown,
@@ -127,6 +128,7 @@ class Supervisor:
         # Set when the children of a role are told to end: none of them is started again.
         self._ending = {role: asyncio.Event() for role in Role}
         self._all_ready = asyncio.Event()
+        self._all_serve = asyncio.Event()  # the health service of every router says so
         # Why the start failed: the first reason stays.
         self._start_failure: str | None = None
         self._start_failed = asyncio.Event()
@@ -222,6 +224,9 @@ class Supervisor:
             return
         self._is_serving = True
         self._send_to(self._routers, Serving())
+        await self._first_of(self._all_serve, self._stop_asked)
+        if self._stop_asked.is_set():
+            return
         log.info(
             "queue server listening",
             address=str(self._listen.address),
@@ -329,7 +334,10 @@ class Supervisor:
                     child.fatal_text = one_line(message.text)
                     self._fail_start(f"{place.name}: {child.fatal_text}")
                     break
-                self._on_ready(place, child)
+                if isinstance(message, Served):
+                    self._on_served(child)
+                else:
+                    self._on_ready(place, child)
         except ControlError as error:
             child.fatal_text = f"was killed: {error}"
             child.kill()
@@ -356,6 +364,11 @@ class Supervisor:
             child.send(Serving())
         if all(one.is_ready for one in (*self._shards, *self._routers)):
             self._all_ready.set()
+
+    def _on_served(self, child: Child) -> None:
+        child.serves = True
+        if all(router.child is not None and router.child.serves for router in self._routers):
+            self._all_serve.set()
 
     def _tell_of_end(self, place: _Place, generation: int) -> None:
         """At once, before anything is started again. Also for a router that ended in order: what it had handed

@@ -26,6 +26,7 @@ from common.control import (
     Drain,
     Fatal,
     Ready,
+    Served,
     Serving,
     ShardDown,
     ShardUp,
@@ -270,6 +271,7 @@ class RouterProcess:
                     self._answer(replies)
                 case Serving():
                     self._front.set_serving(True)
+                    self._control.send(Served())
                 case ConfigChanged():
                     with self._lock:
                         self._core.configure(Config.model_validate(message.config))

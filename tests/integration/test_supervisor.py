@@ -84,6 +84,8 @@ for line in control.makefile("rb"):
         say({"kind": "ready"})
     elif kind in plan.get("ignore", []):
         pass
+    elif kind == "serving":
+        say({"kind": "served"})
     elif kind in ("drain", "stop"):
         wait("end")
         leave(plan.get("status", 0))

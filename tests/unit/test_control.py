@@ -22,6 +22,7 @@ from common.control import (
     Ready,
     RouterDown,
     RouterUp,
+    Served,
     Serving,
     ShardAddress,
     ShardDown,
@@ -100,7 +101,7 @@ def test_a_message_to_a_child_survives_its_line(message: Message) -> None:
     assert control.decode_to_child(line) == message
 
 
-@pytest.mark.parametrize("message", [Ready(), Fatal(text="disk\nfull")], ids=["ready", "fatal"])
+@pytest.mark.parametrize("message", [Ready(), Served(), Fatal(text="disk\nfull")], ids=["ready", "served", "fatal"])
 def test_a_message_from_a_child_survives_its_line(message: Message) -> None:
     line = control.encode(message)
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
