@@ -23,9 +23,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.queue_pb2 import JobRejection
-from common.wire import EnqueueOutcome, Fate, Op, Vote
+from common.wire import Fate, Op, Vote
 from router import answers
-from router.flows import RANDOM_BYTES_PER_JOB, Part, rejection
+from router.flows import RANDOM_BYTES_PER_JOB, Part, accepted, rejection
 from router.front import Call, Status
 from router.outbound import Pending
 
@@ -160,11 +160,11 @@ class Transaction:
         if self._is_out(Op.COMMIT):
             return
         self._send(Op.FORGET, self._home, [])
-        accepted: dict[int, tuple[bytes, bool]] = {}
+        taken: dict[int, tuple[bytes, bool]] = {}
         for shard, part in self._parts.items():
             for index, outcome in zip(part.indexes, self._votes[shard][1], strict=True):
-                accepted[index] = _accepted(outcome)
-        self._reply(answers.atomic_answer(accepted[index] for index in sorted(accepted)))
+                taken[index] = accepted(outcome)
+        self._reply(answers.atomic_answer(taken[index] for index in sorted(taken)))
 
     def _abort(self) -> None:
         """Everybody who may have promised something lets go of it."""
@@ -277,7 +277,3 @@ class Recovery:
         op_id = self._core.next_op_id()
         self._out[op_id] = kind, shard, arguments
         self._core.shards[shard].add([op_id, kind, self._id, *arguments], self)
-
-
-def _accepted(outcome: EnqueueOutcome) -> tuple[bytes, bool]:
-    return (outcome, False) if isinstance(outcome, bytes) else (outcome[1], True)

@@ -28,7 +28,7 @@ from router.admission import IsKnown, Refusal
 from router.asks import AskFlow, Done
 from router.coordinator import Recovery, Transaction
 from router.drains import DrainFlow
-from router.flows import AtomicFlow, EnqueueFlow, KnownFlow, LeaseFlow, Part
+from router.flows import RANDOM_BYTES_PER_JOB, EnqueueFlow, KnownFlow, Part, SingleFlow, atomic_answer
 from router.front import WATCHED_METHODS, Call, Status
 from router.outbound import Outbound
 from router.polls import Poll
@@ -353,7 +353,9 @@ class Core:
             Transaction(self, call, parts).begin()
         else:
             ((shard, part),) = parts.items()
-            AtomicFlow(self, call, shard, part).begin()
+            flow = SingleFlow(self, call, shard, lambda data: atomic_answer(part.jobs, data))
+            entropy = self.random_bytes(RANDOM_BYTES_PER_JOB * len(part.jobs))
+            flow.begin(Op.ENQUEUE_ATOMIC, [entropy, part.jobs], part.size)
 
     def _admitted(
         self, request: queue_pb2.EnqueueBatchRequest, is_known: IsKnown
@@ -426,7 +428,7 @@ class Core:
     ) -> None:
         shard = self._owners[job_ids.slot(job_id)]
         if not self._is_busy(call, [shard]):
-            LeaseFlow(self, call, shard, answer).begin(kind, [job_id, *arguments])
+            SingleFlow(self, call, shard, answer).begin(kind, [job_id, *arguments])
 
     def _server_info(self, call: Call) -> None:
         queue_pb2.GetServerInfoRequest.FromString(call.request)

@@ -1,4 +1,4 @@
-"""Calls in progress that are answered in one step per shard: enqueues, and what ends or prolongs a lease."""
+"""Calls in progress that are answered in one step per shard: enqueues, and what is one operation on one shard."""
 
 from __future__ import annotations
 
@@ -102,52 +102,6 @@ class EnqueueFlow:
         return Status.ABORTED, text
 
 
-class AtomicFlow:
-    """An EnqueueAtomic whose jobs live on one shard: one operation, all or nothing there."""
-
-    def __init__(self, core: Core, call: Call, shard: int, part: Part) -> None:
-        self.timer_at = 0
-        self._core = core
-        self._call = call
-        self._shard = shard
-        self._part = part
-        self._pending: Pending | None = None
-
-    def begin(self) -> None:
-        core = self._core
-        entropy = core.random_bytes(RANDOM_BYTES_PER_JOB * len(self._part.jobs))
-        operation = [core.next_op_id(), Op.ENQUEUE_ATOMIC, entropy, self._part.jobs]
-        self._pending = core.shards[self._shard].add(operation, self, self._part.size)
-
-    def result(self, op_id: int, status: int, data: Any) -> None:
-        self.timer_at = 0
-        if status != Status.OK:
-            self._core.fail(self._call, Status(status), data)
-            return
-        committed, outcomes = data
-        jobs = self._part.jobs
-        if committed:
-            accepted = [(outcome, False) if isinstance(outcome, bytes) else (outcome[1], True) for outcome in outcomes]
-            self._core.reply(self._call, answers.atomic_answer(accepted))
-        else:
-            errors = [(index, rejection(jobs[index], outcome)) for index, outcome in outcomes]
-            self._core.reply(self._call, answers.atomic_rejection(errors))
-
-    def lost(self, op_id: int) -> None:
-        self.timer_at = 0
-        text = f"shard {self._shard} ended meanwhile: the batch may have been stored"
-        self._core.fail(self._call, Status.ABORTED, text)
-
-    def hold(self) -> None:
-        if not self.timer_at:
-            self._core.set_timer(self, self._core.hold_until(self._call))
-
-    def timer_fired(self) -> None:
-        assert self._pending is not None
-        if self._core.shards[self._shard].withdraw(self._pending):
-            self._core.fail(self._call, Status.UNAVAILABLE, f"shard {self._shard} is down: nothing was stored")
-
-
 class KnownFlow:
     """Asks shards which queues have jobs or dead letters, and then goes on with a call in strict mode."""
 
@@ -218,8 +172,8 @@ class KnownFlow:
         self._pending[op_id] = shard, pending
 
 
-class LeaseFlow:
-    """An Ack, Nack or Extend: one operation on the shard that the job's id names."""
+class SingleFlow:
+    """A call that is one operation on one shard: an ack, nack or extend, an atomic batch that lives there."""
 
     def __init__(self, core: Core, call: Call, shard: int, answer: Callable[[Any], bytes]) -> None:
         self.timer_at = 0
@@ -229,9 +183,10 @@ class LeaseFlow:
         self._answer = answer
         self._pending: Pending | None = None
 
-    def begin(self, kind: Op, arguments: list[Any]) -> None:
+    def begin(self, kind: Op, arguments: list[Any], size: int = 0) -> None:
+        """`size` is that of the jobs among the arguments, in bytes."""
         core = self._core
-        self._pending = core.shards[self._shard].add([core.next_op_id(), kind, *arguments], self)
+        self._pending = core.shards[self._shard].add([core.next_op_id(), kind, *arguments], self, size)
 
     def result(self, op_id: int, status: int, data: Any) -> None:
         self.timer_at = 0
@@ -253,6 +208,19 @@ class LeaseFlow:
         assert self._pending is not None
         if self._core.shards[self._shard].withdraw(self._pending):
             self._core.fail(self._call, Status.UNAVAILABLE, f"shard {self._shard} is down: nothing was done")
+
+
+def atomic_answer(jobs: Sequence[EnqueueJob], data: Any) -> bytes:
+    """What a shard says of an atomic batch that lives on it alone."""
+    committed, outcomes = data
+    if committed:
+        return answers.atomic_answer(accepted(outcome) for outcome in outcomes)
+    return answers.atomic_rejection((index, rejection(jobs[index], outcome)) for index, outcome in outcomes)
+
+
+def accepted(outcome: EnqueueOutcome) -> tuple[bytes, bool]:
+    """The id of a job that was taken, and whether it is that of an earlier one with its key."""
+    return (outcome, False) if isinstance(outcome, bytes) else (outcome[1], True)
 
 
 def _outcome(job: EnqueueJob, outcome: EnqueueOutcome) -> answers.Outcome:
