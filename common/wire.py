@@ -26,6 +26,10 @@ from typing import Any, NamedTuple, TypeAlias
 import msgpack
 
 WIRE_VERSION = 1
+# What a job, and a dead letter without its reason, add to an answer besides the body, at most: id,
+# instants, attempt, framing. Router and shard cut answers by the same count.
+JOB_OVERHEAD_BYTES = 96
+DEAD_LETTER_OVERHEAD_BYTES = 128
 
 
 class Op(IntEnum):

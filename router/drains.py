@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from heapq import merge
 from typing import TYPE_CHECKING, Any
 
-from common.wire import DeadLetter, Op
+from common.wire import DEAD_LETTER_OVERHEAD_BYTES, DeadLetter, Op
 from router import answers
 from router.admission import DrainTerms
 from router.front import Call, Status
@@ -18,9 +18,6 @@ from router.outbound import Pending
 
 if TYPE_CHECKING:
     from router.core import Core
-
-# What a record adds to an answer besides its body, at most, without its reason.
-RECORD_OVERHEAD_BYTES = 128
 
 
 class DrainFlow:
@@ -108,7 +105,7 @@ class DrainFlow:
         kept = dict.fromkeys(self._found, 0)
         size = 0
         for _, op_id, letter in merge(*by_shard, key=lambda entry: entry[:2]):
-            size += len(letter.body) + len((letter.reason or "").encode()) + RECORD_OVERHEAD_BYTES
+            size += len(letter.body) + len((letter.reason or "").encode()) + DEAD_LETTER_OVERHEAD_BYTES
             if len(chosen) == self._terms.max_records or (
                 chosen and size > self._core.config.limits.max_response_bytes
             ):

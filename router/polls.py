@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from common.wire import LeasedJob, Op
+from common.wire import JOB_OVERHEAD_BYTES, LeasedJob, Op
 from router import answers
 from router.admission import ReserveTerms
 from router.front import Call, Status
@@ -25,8 +25,6 @@ from router.outbound import Pending
 if TYPE_CHECKING:
     from router.core import Core
 
-# What a job adds to an answer besides its body, at most: id, two instants, attempt, framing.
-JOB_OVERHEAD_BYTES = 96
 # Where an operation RESERVE says that it may be parked, and which wake-up it settles.
 _MAY_WAIT = 5
 _SETTLES = 7

@@ -10,15 +10,13 @@ from __future__ import annotations
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 
-from common.wire import DeadLetter
+from common.wire import DEAD_LETTER_OVERHEAD_BYTES, DeadLetter
 from shard import keys
 from shard.state import Queue
 from shard.store import Family, Store
 
 # Records read at once when the first one of a queue that is not handed out is looked for.
 _SCAN_RECORDS = 64
-# What a dead letter adds to an answer besides its body, at most, without its reason.
-RECORD_OVERHEAD_BYTES = 128
 
 
 class DeadLetterCause(IntEnum):
@@ -62,7 +60,7 @@ class DeadLetters:
             key = keys.dead_key(source.slot, source.number, failed_at_ms, sequence)
             value = self._store.get(Family.DEAD, key)
             assert value is not None, "the head of the dead letters is not in the store"
-            size += len(value) + RECORD_OVERHEAD_BYTES
+            size += len(value) + DEAD_LETTER_OVERHEAD_BYTES
             if letters and size > max_bytes:
                 break
             record = keys.read_dead_value(value)
@@ -176,7 +174,7 @@ class DeadLetters:
         self._heads.pop(queue, None)
         end = keys.queue_end(queue.slot, queue.number)
         while True:
-            rows = self._store.scan(Family.DEAD, start, end, _SCAN_RECORDS, RECORD_OVERHEAD_BYTES)
+            rows = self._store.scan(Family.DEAD, start, end, _SCAN_RECORDS, DEAD_LETTER_OVERHEAD_BYTES)
             if not rows:
                 return
             for key, _ in rows:

@@ -46,7 +46,17 @@ from zlib import crc32
 from common import job_ids
 from common.config import Config, QueueLimits
 from common.slots import slot_of
-from common.wire import EnqueueJob, EnqueueOutcome, LeasedJob, Op, Operation, Outcome, Result, Strategy
+from common.wire import (
+    JOB_OVERHEAD_BYTES,
+    EnqueueJob,
+    EnqueueOutcome,
+    LeasedJob,
+    Op,
+    Operation,
+    Outcome,
+    Result,
+    Strategy,
+)
 from shard import keys
 from shard.admin import Admin, Holdings
 from shard.dead_letters import DeadLetterCause, DeadLetters
@@ -67,8 +77,6 @@ INTERNAL = 13
 # Sequence numbers are drawn from blocks, so that their limit is stored once per
 # block and not with every job; a restart skips what is left of a block.
 SEQUENCE_BLOCK = 65_536
-# What a job adds to an answer besides its body: id, two instants, attempt, framing.
-JOB_OVERHEAD_BYTES = 96
 # Timers of one kind that one `tick` acts on: about 5 ms of work, so that a million timers that fall
 # due at once leave room for calls in between. `storage.sweep_limit` can lower it.
 TICK_LIMIT = 256

@@ -12,10 +12,9 @@ import pytest
 
 from common import job_ids
 from common import queue_pb2 as pb
-from common.wire import Op
+from common.wire import JOB_OVERHEAD_BYTES, Op
 from router.core import DEADLINE_MARGIN_MS, HOLD_MS
 from router.front import Status
-from router.polls import JOB_OVERHEAD_BYTES
 from tests.unit.router_driver import (
     INTERNAL,
     WALL_MS,

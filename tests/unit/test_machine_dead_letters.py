@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.wire import DeadLetter, Strategy
-from shard.dead_letters import RECORD_OVERHEAD_BYTES, DeadLetterCause
+from shard.dead_letters import DEAD_LETTER_OVERHEAD_BYTES, DeadLetterCause
 from shard.machine import TICK_LIMIT
 from shard.store import Family
 from tests.unit import shard_driver
@@ -97,7 +97,7 @@ def test_no_more_than_asked_for_are_handed_out(shard: Shard) -> None:
 def test_an_answer_of_dead_letters_is_cut_by_bytes_but_holds_one(shard: Shard) -> None:
     bury(shard, bytes(500), bytes(500), bytes(500))
     assert len(shard.drain_dead(max_bytes=10)) == 1
-    assert len(shard.drain_dead(max_bytes=500 + RECORD_OVERHEAD_BYTES)) == 1
+    assert len(shard.drain_dead(max_bytes=500 + DEAD_LETTER_OVERHEAD_BYTES)) == 1
     assert len(shard.drain_dead(max_bytes=10_000)) == 1
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.slots import slot_of
-from common.wire import EnqueueJob, Strategy
+from common.wire import JOB_OVERHEAD_BYTES, EnqueueJob, Strategy
 from shard import keys, ready
-from shard.machine import JOB_OVERHEAD_BYTES
 from shard.ready import WINDOW_JOBS
 from shard.store import Family
 from tests.unit import shard_driver
