@@ -8,6 +8,8 @@ order.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import sys
 from contextlib import suppress
@@ -103,8 +105,11 @@ class Child:
 
     def kill(self) -> None:
         """SIGKILL; nothing where the process has ended already."""
-        with suppress(ProcessLookupError):
-            self.process.kill()
+        # Not process.kill(): it looks first whether the process has ended, and with that takes its exit
+        # status away from the thread that waits for it.
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def ready_s(self, now: float) -> float:
         """Seconds since it became ready, 0 when it never was. `now` is loop time."""
