@@ -220,6 +220,12 @@ class Core:
             watched.stop_waiting()
         self._pump()
 
+    @property
+    def is_settled(self) -> bool:
+        """Every shard has heard, and has said so, of what was delivered and what is given back. A router that
+        ends sooner takes that with it: leases would end that workers hold, and others would be held by nobody."""
+        return all(outbound.is_settled for outbound in self.shards)
+
     def _recover(self, shard: int, question: list[Any]) -> None:
         """A shard asks about a transaction whose coordinator has died; it asks again until it is settled."""
         transaction = question[1]

@@ -86,6 +86,12 @@ class Outbound:
     def is_up(self) -> bool:
         return self.generation != 0
 
+    @property
+    def is_settled(self) -> bool:
+        """The shard has heard everything that is for it, and has said so."""
+        is_said = len(self._unsent) == self._withdrawn and not (self._kept or self._confirmed or self._given_back)
+        return is_said and (not self.generation or self._number == self._answered)
+
     def is_full(self, capacity: int) -> bool:
         """Whether as many operations wait for this shard as may (`storage.command_queue_capacity`)."""
         waiting = len(self._unsent) - self._withdrawn + len(self._sent) - self._parked

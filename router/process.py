@@ -42,6 +42,9 @@ from router.front import Call, Front, FrontError, FrontOptions
 from router.fronts import make_front
 from router.links import ShardLinks
 
+# How long a router that ends waits at most for shards to hear what became of its last answers, in seconds.
+SETTLE_S = 1.0
+
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 
@@ -79,6 +82,8 @@ class RouterProcess:
         )
         self._lock = threading.Lock()
         self._links = ShardLinks(start.address, start.shards)
+        self._calls_are_over = False
+        self._settled = threading.Event()
         self._stopped = False
         # Monotonic ms until which the links' thread sleeps at most; an earlier timer wakes it.
         self._sleeps_until: float = 0.0
@@ -127,6 +132,10 @@ class RouterProcess:
         self._front.stop(drain.grace_ms / 1000)
         if admin_over is not None:
             admin_over.wait()
+        self._calls_are_over = True
+        self.wake()
+        if not self._settled.wait(SETTLE_S):
+            log.warning("the router ends although shards have not heard of all answers", waited_s=SETTLE_S)
         self._stopped = True
         self.wake()
         links.join()
@@ -218,6 +227,8 @@ class RouterProcess:
                 with self._lock:
                     self._core.tick(moment())
                     replies = self._carry()
+                    if self._calls_are_over and self._core.is_settled:
+                        self._settled.set()
                 self._answer(replies)
         except Exception:
             # Without this thread every call would hang: better to die and be started again.

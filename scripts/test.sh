@@ -7,6 +7,6 @@ source "$root/scripts/install.sh"
 
 cd "$root"
 if [ $# -eq 0 ]; then
-    set -- -n 4 --dist loadfile
+    set -- -n 4 --dist loadscope
 fi
 exec "$venv/bin/python" -m pytest "$@"

@@ -15,7 +15,6 @@ from queue import Empty, SimpleQueue
 import structlog
 import zmq
 
-from common import wire
 from common.config import Config
 from common.control import (
     ConfigChanged,
@@ -29,16 +28,16 @@ from common.control import (
     ToChild,
     one_line,
 )
-from shard.commit import Answers, GroupCommit
 from shard.disk import LOOK_INTERVAL_S, shortage
 from shard.machine import Machine
 from shard.state import Instant
-from shard.store import Store, StoreBusy, StoreError
+from shard.store import StoreBusy, StoreError
 from shard.store_rocks import RocksStore, StoreOptions
+from shard.sync import SyncThread
+from shard.turns import Turns
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
-INTERNAL = 13
 # Operations that one turn takes in, about: the bound on how long a turn lasts. An envelope is taken whole.
 TURN_OPERATIONS = 4_096
 # How long to wait before a write that would have stalled is tried again; new work is not taken meanwhile.
@@ -58,35 +57,20 @@ def instant() -> Instant:
 class RouterLinks:
     """Sockets to the routers, made when a router is first heard of. They lie beside the shard's own."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, shard: str, generation: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._context = context
         self._directory = address.rpartition("/")[0]
-        self._shard = shard
-        self._generation = generation
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
-        self._numbers: dict[str, int] = {}
-        self._gone: set[str] = set()  # names are never used again
 
-    def send(self, answers: Answers) -> None:
-        """Send each router its answers. What a router does not take it no longer needs: it is gone."""
-        for router in answers.routers():
-            if router in self._gone:
-                continue
-            number = self._numbers[router] = answers.numbers.get(router, self._numbers.get(router, 0))
-            results = answers.results.get(router, [])
-            message = wire.pack(self._generation, self._shard, number, results)
-            self._socket(router).send(message, zmq.NOBLOCK)
+    def send(self, router: str, message: bytes) -> None:
+        """What a router does not take it no longer needs: it is gone."""
+        self._socket(router).send(message, zmq.NOBLOCK)
 
     def drop(self, router: str) -> None:
-        """The router has ended."""
-        self._gone.add(router)
-        self._numbers.pop(router, None)
+        """The router has ended; nothing is sent to it any more."""
         link = self._sockets.pop(router, None)
         if link is not None:
             link.close(linger=0)
-
-    def has_dropped(self, router: str) -> bool:
-        return router in self._gone
 
     def close(self, linger_ms: int) -> None:
         for link in self._sockets.values():
@@ -113,7 +97,7 @@ class ShardProcess:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.rcvhwm = 0  # routers have at most two envelopes each on the way
-        self._links = RouterLinks(self._context, start.address, start.name, start.generation)
+        self._links = RouterLinks(self._context, start.address)
         self._stopping = False
         self._directory = Path(start.directory)
         self._looked_at_disk_at = 0.0
@@ -129,49 +113,54 @@ class ShardProcess:
             self._control.send(Fatal(text=one_line(str(error))))
             return 1
         self._inbox.bind(self._start.address)
-        commit = GroupCommit(store)
+        sync = SyncThread(store)
+        turns = Turns(machine, store, self._start.name, self._start.generation, sync.begin)
         self._control.send(Ready())
         try:
-            self._serve(machine, store, commit, wake_fd)
+            self._serve(machine, turns, sync, wake_fd)
         except StoreError as error:
             log.error("storage failed, the shard stops and starts again from disk", error=str(error))
-            self._refuse(commit, str(error))
+            turns.failed(one_line(str(error)))
+            self._send(turns)
+            self._close()
             self._control.send(Fatal(text=one_line(str(error))))
             return 1
-        commit.close()
+        sync.close()
         store.close()
+        self._close()
+        return 0
+
+    def _close(self) -> None:
         self._links.close(LINGER_MS)
         self._inbox.close(linger=0)
         self._context.term()
-        return 0
 
-    def _serve(self, machine: Machine, store: Store, commit: GroupCommit, wake_fd: int) -> None:
+    def _serve(self, machine: Machine, turns: Turns, sync: SyncThread, wake_fd: int) -> None:
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)
-        poller.register(commit.wake_fd, zmq.POLLIN)
+        poller.register(sync.wake_fd, zmq.POLLIN)
         poller.register(wake_fd, zmq.POLLIN)
         more_is_due = False
-        while not (self._stopping and commit.idle):
+        while not (self._stopping and turns.is_idle):
             sleep_ms = 0 if more_is_due else machine.next_wake_ms(instant())
             ready = dict(poller.poll(sleep_ms))
-            if commit.wake_fd in ready:
-                self._leave(commit.finished())
+            if sync.wake_fd in ready and sync.has_returned():
+                turns.synced()
+                self._send(turns)
             if wake_fd in ready:
                 os.read(wake_fd, 64)
-                self._take_messages(machine)
+                self._take_messages(machine, turns)
             now = instant()
             more_is_due = machine.tick(now)
             if self._inbox in ready:
                 self._look_at_disk(machine)
-                self._take_envelopes(machine, commit, now)
-            for router, result in machine.results:
-                commit.answers.add(router, result)
-            machine.results.clear()
+                self._take_envelopes(turns, now)
             for report in machine.reports:
                 log.error("record set aside", report=report)
             machine.reports.clear()
-            machine.end_turn()
-            self._leave(commit.written(self._write(store)))
+            turns.close()
+            self._write(turns)
+            self._send(turns)
 
     def _look_at_disk(self, machine: Machine) -> None:
         now_s = time.monotonic()
@@ -183,48 +172,34 @@ class ShardProcess:
             log.error("no jobs are taken", reason=found) if found else log.warning("jobs are taken again")
         machine.shortage = found
 
-    def _take_envelopes(self, machine: Machine, commit: GroupCommit, now: Instant) -> None:
+    def _take_envelopes(self, turns: Turns, now: Instant) -> None:
         taken = 0
         while taken < TURN_OPERATIONS:
             try:
                 message = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            envelope = wire.unpack(message)
-            if envelope.generation != self._start.generation or self._links.has_dropped(envelope.sender):
-                log.warning("envelope for another process refused", sender=envelope.sender)
-                continue
-            for operation in envelope.items:
-                machine.apply(envelope.sender, operation, now)
-            taken += len(envelope.items)
-            commit.answers.envelope_applied(envelope.sender, envelope.number)
+            operations = turns.take(message, now)
+            if operations is None:
+                log.warning("envelope for another process refused")
+            else:
+                taken += operations
 
-    def _write(self, store: Store) -> bool:
+    def _write(self, turns: Turns) -> None:
         while True:
             try:
-                return store.write()
+                turns.write()
+                return
             except StoreBusy:
                 log.warning("a write would have stalled, trying again", retry_s=STALL_RETRY_S)
                 time.sleep(STALL_RETRY_S)
 
-    def _leave(self, answers: Answers | None) -> None:
-        if answers:
-            self._links.send(answers)
+    def _send(self, turns: Turns) -> None:
+        for router, message in turns.messages:
+            self._links.send(router, message)
+        turns.messages.clear()
 
-    def _refuse(self, commit: GroupCommit, error: str) -> None:
-        """Nothing that waited for the failed write or sync is known to be done."""
-        for answers in commit.abandoned():
-            for results in answers.results.values():
-                for result in results:
-                    result[1:] = [INTERNAL, f"the write failed, the outcome is unknown: {one_line(error)}"]
-            # Not acknowledged: what their envelopes gave back has to be given back again to our successor.
-            answers.numbers.clear()
-            self._links.send(answers)
-        self._links.close(LINGER_MS)
-        self._inbox.close(linger=0)
-        self._context.term()
-
-    def _take_messages(self, machine: Machine) -> None:
+    def _take_messages(self, machine: Machine, turns: Turns) -> None:
         while True:
             try:
                 message = self._messages.get_nowait()
@@ -235,7 +210,7 @@ class ShardProcess:
                     machine.router_came(message.name)
                 case RouterDown():
                     self._links.drop(message.name)
-                    machine.router_gone(message.name, instant())
+                    turns.router_gone(message.name, instant())
                 case ConfigChanged():
                     machine.configure(Config.model_validate(message.config))
                 case Stop() | None:

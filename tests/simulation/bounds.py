@@ -1,0 +1,43 @@
+"""The limits of the code, made so small that a run of thirty steps meets them.
+
+Windows of ready jobs, blocks of sequence numbers, records and timers of one step, operations of one
+envelope, and how long a shard waits before it asks again: what is seldom reached in life is reached
+in every run that is drawn so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from router import outbound
+from shard import admin, dead_letters, machine, ready
+
+_SMALL: tuple[tuple[ModuleType, str, int], ...] = (
+    (ready, "WINDOW_JOBS", 2),
+    (machine, "SEQUENCE_BLOCK", 3),
+    (machine, "TICK_LIMIT", 2),
+    (machine, "RETIRE_AFTER_MS", 15),
+    (machine, "ASK_AGAIN_MS", 20),
+    (admin, "SCAN_RECORDS", 2),
+    (admin, "QUEUES_PAGE", 1),
+    (dead_letters, "_SCAN_RECORDS", 1),
+    (outbound, "ENVELOPE_OPERATIONS", 3),
+)
+
+
+@contextmanager
+def bounded(small: bool) -> Iterator[None]:
+    """Within, the limits are small, if they are to be."""
+    if not small:
+        yield
+        return
+    before = [getattr(module, name) for module, name, _ in _SMALL]
+    for module, name, value in _SMALL:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(_SMALL, before, strict=True):
+            setattr(module, name, value)
