@@ -120,7 +120,7 @@ class Vote(IntEnum):
 
     YES = 1  # [EnqueueOutcome, …], one for each job
     REFUSED = 2  # [[index, EnqueueOutcome], …], one for each job at fault
-    BUSY = 3  # another transaction holds a key; None
+    BUSY = 3  # another transaction holds a key or the last places of a queue; None
     TOO_LATE = 4  # the transaction was settled without its coordinator; None
 
 

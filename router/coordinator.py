@@ -6,7 +6,8 @@ How it works. PREPARE goes to every participant at once; the home is the first s
                  all have applied it the client is answered (whoever hears success can reserve every
                  job at once) and the home may forget.
     a refusal    ABORT to all; the client gets every shard's refusals in order of index.
-    busy         ABORT to all, and from the start under a new id after a moment.
+    busy         what is not decided holds a key, or the last places of a queue: ABORT to all, and from
+                 the start under a new id after a moment.
     a shard down or lost before DECIDE was sent
                  ABORT to all: nothing is or will be committed, UNAVAILABLE.
     lost after DECIDE was sent
@@ -32,8 +33,8 @@ from router.outbound import Pending
 if TYPE_CHECKING:
     from router.core import Core
 
-# How long a transaction that met another one's keys waits at most before it tries again, in ms: doubled each
-# time, up to the second.
+# How long a transaction that met another one's keys or places waits at most before it tries again, in ms:
+# doubled each time, up to the second.
 BUSY_RETRY_MS = 4
 BUSY_RETRY_MAX_MS = 250
 # After how many times it gives up: five seconds at most.
@@ -180,8 +181,10 @@ class Transaction:
         # Not all at the same moment: what met once would meet again.
         delay_ms = 1 + self._core.random_bytes(1)[0] * delay_ms // 256
         if self._retries > BUSY_RETRIES_MAX or now.wall_ms + delay_ms >= self._call.deadline * 1000:
-            text = "another batch holds an idempotency key of this one and is not decided: nothing was stored"
-            self._fail(Status.UNAVAILABLE, text)
+            text = (
+                "another batch that is not decided holds an idempotency key of this one, or the last places of a queue"
+            )
+            self._fail(Status.UNAVAILABLE, f"{text}: nothing was stored")
             return
         self._votes.clear()
         self._core.set_timer(self, now.mono_ms + delay_ms)

@@ -10,6 +10,10 @@ out; every CLOSE and REMOVE of the same deletion moves that on. When no job of i
 takes away, step by step, scheduled jobs, ready jobs, dead letters and idempotency records, and in the
 last step the queue itself. The deletion that stops in between leaves a queue with fewer jobs, which
 is closing for a while; another deletion finishes the work.
+
+A job of an undecided transaction is in flight as well: CLOSE refuses or waits for the decision, and
+REMOVE takes nothing away beside one. A closing queue takes no new promises but keeps those it made:
+what is committed meanwhile is stored, with its keys, and goes with the rest of the queue.
 """
 
 from __future__ import annotations
@@ -78,6 +82,9 @@ class Mover(Protocol):
 
     def changed(self, queue: Queue) -> None:
         """Counters of a queue were changed."""
+
+    def purged(self, queue: Queue) -> None:
+        """Jobs of a queue were removed, so that there may be room for others."""
 
     def drop_queue(self, queue: Queue) -> None:
         """Forget a queue of which nothing is stored but its record."""
@@ -346,7 +353,11 @@ class Admin:
     # -- purging and deleting -------------------------------------------------------------------
 
     def _purge(self, name: str, cursor: bytes) -> tuple[int, bytes | None]:
-        """Remove the ready and scheduled jobs that were there at the first step."""
+        """Remove the ready and scheduled jobs that were there at the first step.
+
+        A job of an undecided transaction is not there yet, and the purge does not wait for it. One that
+        is committed between two steps has its place from before them, and may go with the others.
+        """
         queue = self._holdings.queues.get(name) if cursor else self._queue(name)
         if cursor:
             number, below = _PURGE_HEAD.unpack_from(cursor)
@@ -358,7 +369,7 @@ class Admin:
             below = self._holdings.slots[queue.slot].next_sequence
             rest = b""
         removed = self._remove_step(queue, rest, below, _READY)
-        self._mover.changed(queue)
+        self._mover.purged(queue)
         following = None if removed.next is None else _PURGE_HEAD.pack(queue.number, below) + removed.next
         return removed.jobs, following
 
@@ -368,8 +379,10 @@ class Admin:
             raise _Refused(NOT_FOUND, f"queue {name!r} was deleted meanwhile, and there is a new one of this name")
         in_flight = queue.leased + queue.reserved
         if in_flight and not may_wait:
-            text = f"queue {name!r} has jobs in flight, {in_flight}: let them finish, or delete with wait"
-            raise _Refused(FAILED_PRECONDITION, text)
+            text = f"queue {name!r} has jobs in flight, {queue.leased}"
+            if queue.reserved:
+                text += f", and jobs of atomic batches that are not decided, {queue.reserved}"
+            raise _Refused(FAILED_PRECONDITION, f"{text}: let them finish, or delete with wait")
         self._mover.close_queue(queue, self._now.wall_ms + CLOSING_MS)
         return queue.number, in_flight
 
@@ -380,6 +393,9 @@ class Admin:
             raise _Refused(NOT_FOUND, f"queue {name!r} was deleted meanwhile, and there is a new one of this name")
         if not self._is_closing(queue):
             raise _Refused(ABORTED, f"queue {name!r} takes jobs again, its deletion paused for too long: run it again")
+        if queue.reserved:  # promised in such a pause, before another deletion closed it again
+            text = f"queue {name!r} has jobs of atomic batches that are not decided, {queue.reserved}: run it again"
+            raise _Refused(ABORTED, text)
         self._mover.close_queue(queue, self._now.wall_ms + CLOSING_MS)
         removed = self._remove_step(queue, cursor, keys.SEQUENCE_END, _KEYS)
         if removed.next is None:

@@ -73,6 +73,7 @@ OK = 0
 NOT_FOUND = 5
 FAILED_PRECONDITION = 9
 INTERNAL = 13
+UNAVAILABLE = 14
 
 # Sequence numbers are drawn from blocks, so that their limit is stored once per
 # block and not with every job; a restart skips what is left of a block.
@@ -163,6 +164,7 @@ class Machine:
                 self._expire_keys(limit),
                 self._expire_dead_letters(limit),
                 self._ask(),
+                self._end_waits(),
                 bool(self._closing) and self._reopen(),
                 bool(self._emptied) and self._retire(limit),
             ]
@@ -183,6 +185,9 @@ class Machine:
             sleeps.append(self._ask_at - self._now.mono_ms)
         if self._emptied:
             sleeps.append(next(iter(self._emptied.values())) + RETIRE_AFTER_MS - self._now.mono_ms)
+        waits_until = self._participant.waits_until()
+        if waits_until is not None:
+            sleeps.append(waits_until - self._now.mono_ms)
         if not sleeps:
             return None
         # The wall clock may be set while we sleep: never sleep longer than the sweep interval on it.
@@ -221,6 +226,7 @@ class Machine:
     def configure(self, config: Config) -> None:
         """Take a new configuration; it holds from the next operation on."""
         self._config = config
+        self._participant.serve_all()
 
     def router_gone(self, router: str, now: Instant) -> None:
         """A router process has ended.
@@ -311,7 +317,7 @@ class Machine:
 
     def _enqueue(self, router: str, operation: Operation) -> None:
         op_id, _, entropy, jobs = operation
-        if self._is_short(router, op_id) or self._participant.blocks(router, operation, jobs):
+        if self._is_short(router, op_id) or self._participant.blocks(router, operation, jobs, self._now.mono_ms):
             return
         outcomes: list[EnqueueOutcome] = []
         stirred: dict[str, Queue] = {}
@@ -335,11 +341,13 @@ class Machine:
     def _enqueue_atomic(self, router: str, operation: Operation) -> None:
         """All or nothing: capacity is checked for the batch as a whole, duplicates counted as new jobs."""
         op_id, _, entropy, jobs = operation
-        if self._is_short(router, op_id) or self._participant.blocks(router, operation, jobs):
+        if self._is_short(router, op_id):
             return
         refusals = self.refusals(jobs)
         if refusals:
             self.results.append((router, [op_id, OK, [False, refusals]]))
+            return
+        if self._participant.blocks(router, operation, jobs, self._now.mono_ms):
             return
         outcomes: list[EnqueueOutcome] = []
         stirred: dict[str, Queue] = {}
@@ -358,7 +366,10 @@ class Machine:
         return True
 
     def refusals(self, jobs: list[EnqueueJob]) -> list[tuple[int, EnqueueOutcome]]:
-        """Why an atomic batch cannot be stored: every job at fault, with its index."""
+        """Why an atomic batch cannot be stored: every job at fault, with its index.
+
+        Places that undecided transactions hold are none of the reasons; see `participant`.
+        """
         wanted: dict[str, int] = {}
         for job in jobs:
             wanted[job[0]] = wanted.get(job[0], 0) + 1
@@ -368,7 +379,7 @@ class Machine:
             queue = self._queues.get(name)
             if queue is not None and queue.closing_until_ms > self._now.wall_ms:
                 refused[name] = [Outcome.QUEUE_CLOSING]
-            elif cap is not None and (0 if queue is None else queue.depth) + count > cap:
+            elif cap is not None and (0 if queue is None else queue.depth - queue.reserved) + count > cap:
                 refused[name] = [Outcome.QUEUE_FULL, cap]
         return [(index, refused[job[0]]) for index, job in enumerate(jobs) if job[0] in refused]
 
@@ -633,6 +644,7 @@ class Machine:
             self._store.delete(Family.JOBS, lease.job_key())
             self._end_lease(lease)
             self.results.append((router, [op_id, OK, None]))
+            self._make_room(lease.queue)
 
     def _nack(self, router: str, operation: Operation) -> None:
         op_id, _, job_id, attempt, strategy, delay_ms, reason = operation
@@ -713,6 +725,7 @@ class Machine:
             value = keys.dead_value(lease.job_id, lease.attempt, cause, reason, record[keys.JOB_HEAD_BYTES :])
             self._dead.add(queue, self._now.wall_ms, lease.sequence, value)
             queue.dead += 1
+        self._make_room(lease.queue)
 
     def _end_lease(self, lease: Lease) -> None:
         del self._leases[lease.job_id]
@@ -802,6 +815,28 @@ class Machine:
                 self.results.append((router, [0, OK, question]))
         return False
 
+    def _make_room(self, queue: Queue) -> None:
+        """Jobs of a queue are gone for good: an enqueue may be waiting for a place."""
+        if self._participant.lines:
+            self._participant.serve(queue.name)
+
+    def _end_waits(self) -> bool:
+        self._participant.give_up(self._now.mono_ms)
+        return False
+
+    def give_up(self, router: str, operation: Operation) -> None:
+        text = "an atomic batch that is not decided holds a key or the last places of a queue: nothing was stored"
+        self.results.append((router, [operation[0], UNAVAILABLE, text]))
+
+    def contested(self, name: str) -> Queue | None:
+        queue = self._queues.get(name)
+        if queue is None or not queue.reserved or queue.closing_until_ms > self._now.wall_ms:
+            return None
+        return queue
+
+    def cap(self, name: str) -> int | None:
+        return self._config.effective(name).max_queue_depth
+
     def duplicate(self, name: str, key: str) -> EnqueueOutcome | None:
         queue = self._queues.get(name)
         return None if queue is None else self._duplicate(queue, key)
@@ -848,6 +883,7 @@ class Machine:
         queue.closing_until_ms = until_ms
         self._closing.add(queue)
         self._touch(queue)
+        self._make_room(queue)
 
     def requeue(self, queue: Queue, inverted: int, sequence: int, record: bytes) -> None:
         """A dead letter is a job again, at its place among the ready ones."""
@@ -857,6 +893,11 @@ class Machine:
     def changed(self, queue: Queue) -> None:
         """Counters of a queue were changed from outside."""
         self._touch(queue)
+
+    def purged(self, queue: Queue) -> None:
+        """Jobs of a queue were removed."""
+        self._touch(queue)
+        self._make_room(queue)
 
     def drop_queue(self, queue: Queue) -> None:
         """Forget a queue of which nothing is stored but its record. Who waits for it waits for its name."""

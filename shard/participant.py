@@ -15,9 +15,25 @@ that has not takes its own promise back, after which nobody can decide any more,
 Where the home has not even prepared it leaves a mark, so that a PREPARE that is still on its way
 is refused. Shards do not talk to each other: a shard's question is answered through any router.
 
-While a transaction is undecided its jobs count as live ones, and an enqueue of a key that it holds
-waits for the decision. A PREPARE never waits: it is refused as busy, and its coordinator lets go of
-everything and tries again, so that transactions cannot wait for each other in a circle.
+While a transaction is undecided its jobs count as live ones, so no queue is ever filled over its
+cap; but what it holds may be free again in a moment, so nobody is refused for it either. An enqueue
+waits for the decision when it has a key that is held, or when it would be refused as full only for
+places that are held: it would fit if all that is undecided were aborted. What is full even then is
+refused at once, and what a closing queue refuses does not wait.
+
+    a key      waits for the one transaction that holds it
+    places     stand in the line of their queue, which goes on whenever places of it come free: with
+               a decision, an ack, a purge, a higher cap. While there is a line, whoever needs places
+               of that queue joins it, so a batch is not overtaken for ever by smaller ones.
+
+All who wait are numbered as they came, and go in this order wherever two of them want the same. One
+that goes is applied as if it had come now, and may find the next thing to wait for; after WAIT_MAX_MS
+it is told that nothing was stored. All this is memory only: a router that ends takes what it waits
+for with it.
+
+A PREPARE never waits: where an enqueue would, it is refused as busy, and its coordinator lets go of
+everything and tries again, so that transactions cannot wait for each other in a circle. Those that
+wait stand only behind promises that were made before, as no PREPARE passes their line.
 
 The stored records, all under the transaction's id (64 bits, never used twice):
 
@@ -28,14 +44,20 @@ The stored records, all under the transaction's id (64 bits, never used twice):
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
-from common.wire import EnqueueJob, EnqueueOutcome, Fate, Operation, Outcome, Question, Vote
+from common.wire import EnqueueJob, EnqueueOutcome, Fate, Op, Operation, Outcome, Question, Vote
 from shard.state import Queue
 from shard.store import Family, Store
+
+# How long an enqueue waits for decisions at most, in ms: as long as a router holds a call without a
+# deadline for a shard that is down. Decisions take milliseconds, unless a coordinator lives and is silent.
+WAIT_MAX_MS = 30_000
 
 _PREPARED = b"p"
 _DECIDED = b"d"
@@ -57,14 +79,33 @@ class Prepared(NamedTuple):
     jobs: list[PreparedJob]
 
 
+class Waiter:
+    """An enqueue that waits for `place`: a transaction, or the queue of that name. None: it is being tried."""
+
+    __slots__ = ("number", "operation", "place", "router", "until_ms")
+
+    def __init__(self, number: int, router: str, operation: Operation, until_ms: int) -> None:
+        self.number = number
+        self.router = router
+        self.operation = operation
+        self.until_ms = until_ms  # monotonic
+        self.place: int | str | None = None
+
+
 class Jobs(Protocol):
     """What a participant needs of the machine."""
 
     def refusals(self, jobs: list[EnqueueJob]) -> list[tuple[int, EnqueueOutcome]]:
-        """Why a batch cannot be stored as a whole."""
+        """Why a batch cannot be stored as a whole, whatever becomes of undecided transactions."""
 
     def duplicate(self, name: str, key: str) -> EnqueueOutcome | None:
         """The outcome for a key that a stored job holds."""
+
+    def contested(self, name: str) -> Queue | None:
+        """The queue, if undecided jobs have places in it and it is not closing."""
+
+    def cap(self, name: str) -> int | None:
+        """How many live jobs a queue may have, None for any number."""
 
     def queue_for(self, name: str) -> Queue:
         """The queue, made if need be."""
@@ -76,7 +117,10 @@ class Jobs(Protocol):
         """Store jobs under ids that were drawn, with their keys, and hand out what somebody waits for."""
 
     def again(self, router: str, operation: Operation) -> None:
-        """Apply an operation that had to wait."""
+        """Apply an operation that had to wait; it may have to wait again."""
+
+    def give_up(self, router: str, operation: Operation) -> None:
+        """Answer an operation that has waited long enough: it was not applied, and will not be."""
 
     def changed(self, queue: Queue) -> None:
         """The queue's record has to be written."""
@@ -96,8 +140,12 @@ class Participant:
         self._orphans: dict[int, None] = {}
         # Keys that undecided transactions hold, by queue name and key.
         self._held: dict[tuple[str, str], int] = {}
-        # Operations that wait for a transaction's end, in order.
-        self._blocked: dict[int, list[tuple[str, Operation]]] = {}
+        # Enqueues that wait, by op id in the order in which they came; and each of them by what it waits
+        # for: a transaction that holds a key, or places in a queue. In a line they are in order as well.
+        self._blocked: dict[int, Waiter] = {}
+        self._by_key: dict[int, list[Waiter]] = {}
+        self.lines: dict[str, list[Waiter]] = {}
+        self._arrivals = 0
 
     # -- start --------------------------------------------------------------------------------
 
@@ -127,11 +175,11 @@ class Participant:
         wanted = [EnqueueJob(*job) for job in jobs]
         if transaction in self._refused:
             return [Vote.TOO_LATE, None]
-        if any(job.key is not None and (job.queue, job.key) in self._held for job in wanted):
-            return [Vote.BUSY, None]
         refusals = self._jobs.refusals(wanted)
         if refusals:
             return [Vote.REFUSED, refusals]
+        if self._prepared and self._obstacle(wanted, self._arrivals + 1, is_atomic=True) is not None:
+            return [Vote.BUSY, None]
         outcomes: list[EnqueueOutcome] = []
         prepared: list[PreparedJob] = []
         fresh: dict[tuple[str, str], bytes] = {}
@@ -170,12 +218,13 @@ class Participant:
         prepared = self._release(transaction)
         if prepared is not None:
             self._jobs.place(prepared.jobs)
-            self._unblock(transaction)
+            self._unblock(transaction, prepared)
 
     def abort(self, transaction: int) -> None:
         """Let go of what was prepared."""
-        if self._release(transaction) is not None:
-            self._unblock(transaction)
+        prepared = self._release(transaction)
+        if prepared is not None:
+            self._unblock(transaction, prepared)
 
     def resolve(self, coordinator: str, transaction: int, may_prepare: bool) -> Fate:
         """At the home: the transaction's fate, settled here and now if it was open.
@@ -197,21 +246,9 @@ class Participant:
             self._orphans.pop(transaction, None)
             self._store.delete(Family.TRANSACTIONS, _DECIDED + _id(transaction))
 
-    def blocks(self, router: str, operation: Operation, jobs: list[EnqueueJob]) -> bool:
-        """Whether an enqueue has to wait for a transaction that holds a key of its; it is applied again then."""
-        if not self._held:
-            return False
-        for job in jobs:
-            transaction = self._held.get((job[0], job[4] or ""))
-            if transaction is not None:
-                self._blocked.setdefault(transaction, []).append((router, operation))
-                return True
-        return False
-
     def router_gone(self, router: str) -> None:
         """A router has ended: what it could still have decided here is aborted, the rest is asked about."""
-        for transaction, waiting in list(self._blocked.items()):
-            self._blocked[transaction] = [entry for entry in waiting if entry[0] != router]
+        self._drop([waiter for waiter in self._blocked.values() if waiter.router == router])
         for transaction, prepared in list(self._prepared.items()):
             if prepared.coordinator == router:
                 if prepared.home == self._shard:
@@ -225,6 +262,133 @@ class Participant:
             if coordinator == router:  # neither its PREPARE nor its DECIDE can come any more
                 del self._refused[transaction]
                 self._store.delete(Family.TRANSACTIONS, _REFUSED + _id(transaction))
+
+    # -- enqueues that wait -------------------------------------------------------------------
+
+    def blocks(self, router: str, operation: Operation, jobs: list[EnqueueJob], mono_ms: int) -> bool:
+        """Whether an enqueue has to wait for a decision; it is applied again then.
+
+        An atomic one must have been found to be without `refusals`.
+        """
+        if not self._prepared:
+            return False
+        op_id, kind, *_ = operation
+        waiter = self._blocked.get(op_id)  # one that has waited already keeps its number
+        number = self._arrivals + 1 if waiter is None else waiter.number
+        place = self._obstacle(jobs, number, is_atomic=kind == Op.ENQUEUE_ATOMIC)
+        if place is None:
+            return False
+        if waiter is None:
+            self._arrivals = number
+            waiter = self._blocked[op_id] = Waiter(number, router, operation, mono_ms + WAIT_MAX_MS)
+        waiter.place = place
+        insort(self._companions(place), waiter, key=_number)
+        return True
+
+    def serve(self, name: str) -> None:
+        """Places of a queue may have come free, or its cap has changed, or it is closing: its line goes on."""
+        self._go_on([], {name})
+
+    def serve_all(self) -> None:
+        self._go_on([], set(self.lines))
+
+    def waits_until(self) -> int | None:
+        """When the first of those who wait has waited long enough, monotonic ms; None when nobody waits."""
+        return next((waiter.until_ms for waiter in self._blocked.values()), None)
+
+    def give_up(self, mono_ms: int) -> None:
+        """Those who have waited long enough hear so."""
+        due = list(takewhile(lambda waiter: waiter.until_ms <= mono_ms, self._blocked.values()))
+        for waiter in due:
+            self._jobs.give_up(waiter.router, waiter.operation)
+        self._drop(due)
+
+    def _obstacle(self, jobs: list[EnqueueJob], number: int, is_atomic: bool) -> int | str | None:
+        """What an enqueue has to wait for: a transaction with a key of it, a queue with too few places, or nothing."""
+        by_queue: dict[str, list[EnqueueJob]] = {}
+        for job in jobs:
+            by_queue.setdefault(job[0], []).append(job)
+        for name, wanted in by_queue.items():
+            queue = self._jobs.contested(name)
+            if queue is None:
+                continue
+            for job in wanted:
+                transaction = self._held.get((name, job[4] or ""))
+                if transaction is not None:
+                    return transaction
+            if self._lacks_places(queue, wanted, number, is_atomic):
+                return name
+        return None
+
+    def _lacks_places(self, queue: Queue, jobs: list[EnqueueJob], number: int, is_atomic: bool) -> bool:
+        """Whether jobs for a queue get fewer places now than if all that is undecided were aborted."""
+        cap = self._jobs.cap(queue.name)
+        if cap is None:
+            return False
+        line = self.lines.get(queue.name)
+        is_behind = line is not None and line[0].number < number
+        free = max(0, cap - queue.depth)
+        count = len(jobs)
+        if count <= free and not is_behind:
+            return False
+        if not is_atomic:  # there duplicates need no place
+            count = self._new_jobs(queue.name, jobs)
+        free_at_most = max(0, cap - queue.depth + queue.reserved)
+        return (0 if is_behind else min(count, free)) < min(count, free_at_most)
+
+    def _new_jobs(self, name: str, jobs: list[EnqueueJob]) -> int:
+        """How many of these are no duplicates, neither of stored jobs nor of each other."""
+        keys = {job[4] for job in jobs if job[4] is not None}
+        keyless = sum(job[4] is None for job in jobs)
+        return keyless + sum(self._jobs.duplicate(name, key) is None for key in keys)
+
+    def _unblock(self, transaction: int, prepared: Prepared) -> None:
+        """A transaction is decided: those who wait for its keys, or for places where it had some, are tried again."""
+        if self._blocked:
+            self._go_on(self._by_key.pop(transaction, []), {job.queue for job, _ in prepared.jobs})
+
+    def _go_on(self, freed: list[Waiter], names: set[str]) -> None:
+        """Try again who waited for a key, and the lines of some queues up to the first that has to stay."""
+        names = names & self.lines.keys()
+        while freed or names:
+            first = min(freed[:1] + [self.lines[name][0] for name in names], key=_number)
+            place = first.place
+            if isinstance(place, str):
+                self._leave(first)
+            else:
+                del freed[0]
+            first.place = None
+            self._jobs.again(first.router, first.operation)
+            if first.place is None:
+                del self._blocked[first.operation[0]]
+            elif first.place == place:
+                names.discard(first.place)
+            names &= self.lines.keys()
+
+    def _drop(self, waiters: list[Waiter]) -> None:
+        """These wait no more; who stood behind them may go on."""
+        for waiter in waiters:
+            del self._blocked[waiter.operation[0]]
+            self._leave(waiter)
+        self._go_on([], {waiter.place for waiter in waiters if isinstance(waiter.place, str)})
+
+    def _companions(self, place: int | str) -> list[Waiter]:
+        """Who waits for the same."""
+        if isinstance(place, str):
+            return self.lines.setdefault(place, [])
+        return self._by_key.setdefault(place, [])
+
+    def _leave(self, waiter: Waiter) -> None:
+        place = waiter.place
+        assert place is not None
+        companions = self._companions(place)
+        companions.remove(waiter)
+        if companions:
+            return
+        if isinstance(place, str):
+            del self.lines[place]
+        else:
+            del self._by_key[place]
 
     # -- what is open -------------------------------------------------------------------------
 
@@ -269,10 +433,10 @@ class Participant:
                 self._held.pop((job.queue, job.key), None)
         return prepared
 
-    def _unblock(self, transaction: int) -> None:
-        for router, operation in self._blocked.pop(transaction, []):
-            self._jobs.again(router, operation)
-
 
 def _id(transaction: int) -> bytes:
     return transaction.to_bytes(8, "big")
+
+
+def _number(waiter: Waiter) -> int:
+    return waiter.number

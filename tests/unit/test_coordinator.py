@@ -204,7 +204,7 @@ def test_a_home_that_took_its_promise_back_aborts_the_batch(router: RouterDriver
     assert operations(router) == [[Op.ABORT], [Op.ABORT], []]
 
 
-# ---- another batch holds a key
+# ---- another batch holds a key, or the last places of a queue
 
 
 def busy(router: RouterDriver, **options: Any) -> tuple[FakeCall, int]:
@@ -267,6 +267,12 @@ def test_a_batch_is_not_tried_again_after_its_deadline(router: RouterDriver) -> 
     assert router.failure(call).status == Status.UNAVAILABLE
     assert router.shards[0].operation()[1:] == [Op.ABORT, transaction]
     assert router.core.next_timer_ms() is None
+
+
+def test_a_batch_that_stayed_busy_is_told_of_both_causes_and_that_nothing_was_stored(router: RouterDriver) -> None:
+    call, _ = busy(router, deadline=router.in_ms(1))
+    text = router.failure(call).text
+    assert "idempotency key" in text and "last places of a queue" in text and text.endswith(": nothing was stored")
 
 
 def test_a_batch_whose_shard_goes_down_before_it_is_tried_again_is_unavailable(router: RouterDriver) -> None:
