@@ -164,7 +164,7 @@ class Machine:
                 self._expire_keys(limit),
                 self._expire_dead_letters(limit),
                 self._ask(),
-                self._end_waits(),
+                self._participant.has_waiters and self._end_waits(),
                 bool(self._closing) and self._reopen(),
                 bool(self._emptied) and self._retire(limit),
             ]
@@ -185,9 +185,8 @@ class Machine:
             sleeps.append(self._ask_at - self._now.mono_ms)
         if self._emptied:
             sleeps.append(next(iter(self._emptied.values())) + RETIRE_AFTER_MS - self._now.mono_ms)
-        waits_until = self._participant.waits_until()
-        if waits_until is not None:
-            sleeps.append(waits_until - self._now.mono_ms)
+        if self._participant.has_waiters:
+            sleeps.append(self._participant.waits_until() - self._now.mono_ms)
         if not sleeps:
             return None
         # The wall clock may be set while we sleep: never sleep longer than the sweep interval on it.

@@ -290,11 +290,17 @@ class Participant:
         self._go_on([], {name})
 
     def serve_all(self) -> None:
+        """The same of every queue."""
         self._go_on([], set(self.lines))
 
-    def waits_until(self) -> int | None:
-        """When the first of those who wait has waited long enough, monotonic ms; None when nobody waits."""
-        return next((waiter.until_ms for waiter in self._blocked.values()), None)
+    @property
+    def has_waiters(self) -> bool:
+        """Whether any enqueue waits here."""
+        return bool(self._blocked)
+
+    def waits_until(self) -> int:
+        """When the first of those who wait has waited long enough, monotonic ms."""
+        return next(iter(self._blocked.values())).until_ms
 
     def give_up(self, mono_ms: int) -> None:
         """Those who have waited long enough hear so."""
@@ -333,7 +339,7 @@ class Participant:
             return False
         if not is_atomic:  # there duplicates need no place
             count = self._new_jobs(queue.name, jobs)
-        free_at_most = max(0, cap - queue.depth + queue.reserved)
+        free_at_most = cap - queue.depth + queue.reserved
         return (0 if is_behind else min(count, free)) < min(count, free_at_most)
 
     def _new_jobs(self, name: str, jobs: list[EnqueueJob]) -> int:
