@@ -28,6 +28,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from router.front import METHODS  # noqa: E402
 from tests.simulation.simulation import Tally, explanation, run, run_many  # noqa: E402
 
 # Seeds that one process is given at a time: about two seconds of work.
@@ -36,16 +37,6 @@ CHUNK = 64
 LISTED_MAX = 20
 # What the counted things are, by how their names begin; the rest are operations and what became of them.
 GROUPS = {"crash: ": "crashes", "fault: ": "faults", "operator: ": "operators"}
-RPCS = (
-    "EnqueueBatch",
-    "EnqueueAtomic",
-    "Reserve",
-    "Ack",
-    "Nack",
-    "Extend",
-    "DrainDeadLetters",
-    "GetServerInfo",
-)
 RESTARTS = ("orderly stop", "configuration reloaded")
 
 console = Console(stderr=True, highlight=False)
@@ -103,13 +94,13 @@ def _tallies(seeds: range, steps: int | None, jobs: int) -> Iterator[Tally]:
 
 def _summary(tally: Tally, seconds: float) -> dict[str, object]:
     groups: dict[str, dict[str, int]] = {"calls": {}, "operators": {}, "crashes": {}, "faults": {}, "other": {}}
-    groups["calls"] = {rpc: tally.seen[rpc] for rpc in RPCS}
+    groups["calls"] = {rpc: tally.seen[rpc] for rpc in METHODS}
     groups["restarts"] = {what: tally.seen[what] for what in RESTARTS}
     for name, count in sorted(tally.seen.items()):
         prefix = next((prefix for prefix in GROUPS if name.startswith(prefix)), None)
         if prefix is not None:
             groups[GROUPS[prefix]][name.removeprefix(prefix)] = count
-        elif name not in RPCS and name not in RESTARTS:
+        elif name not in METHODS and name not in RESTARTS:
             groups["other"][name] = count
     return {
         "seeds": tally.seeds,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from router.front import METHODS
 from tests.simulation.simulation import explanation, run, run_many
 
 SEEDS_PER_TEST = 125
@@ -82,14 +83,7 @@ def test_all_that_can_happen_does_happen() -> None:
     """Or the runs above would say little."""
     seen = run_many(range(150)).seen
     expected = {
-        "EnqueueBatch",
-        "EnqueueAtomic",
-        "Reserve",
-        "Ack",
-        "Nack",
-        "Extend",
-        "DrainDeadLetters",
-        "GetServerInfo",
+        *METHODS,
         "operator: delete",
         "operator: delete dead",
         "operator: purge",
