@@ -61,6 +61,9 @@ REQUESTED_AHEAD = 64
 DEADLINE_MAX_S = float(1 << 60)
 # Threads for health and reflection. Streams of the health service do not hold one.
 SIDE_THREADS = 4
+# How long connections may take to end by themselves when their calls are answered, in seconds. They take
+# milliseconds, unless somebody watches the health service.
+LAST_ANSWERS_S = 1.0
 # Seconds between looks for calls that came out of the C core after the grace was over.
 LATE_CALLS_INTERVAL_S = 0.05
 # Seconds that a call to ourselves may take in the trial: far more than the milliseconds it needs.
@@ -366,9 +369,11 @@ class QueueFront:
             self._stopped = True
             self.set_serving(False)
             self.stopping = True
-            self._server.stop(max(grace_s, 0.0))
+            gone = self._server.stop(max(grace_s, 0.0))
             if self._thread is not None:
-                self._idle.wait(max(grace_s, 0.0))
+                if self._idle.wait(max(grace_s, 0.0)):
+                    # The core has the last answers; a connection that is cancelled now may be reset under them.
+                    gone.wait(min(grace_s, LAST_ANSWERS_S))
                 # Our calls are done, or their time is up: what is left is cancelled now.
                 ended = self._server.stop(0)
                 self._refuse_until(ended)
