@@ -15,10 +15,11 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic_core import from_json
 
 CONTROL_FD_OPTION = "--control-fd"
 # The longest line in bytes. The largest message is a configuration; ten thousand declared queues
@@ -38,9 +39,12 @@ class ControlError(Exception):
 
 
 class Message(BaseModel):
-    """What all messages have in common: they do not change, and they have no fields but their own."""
+    """What all messages have in common: they do not change, and they have no fields but their own.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    No process meets all of them, so each is made ready when it is first met.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class ShardAddress(Message):
@@ -175,15 +179,22 @@ class Fatal(Message):
     text: str
 
 
-ToChild = Annotated[
-    StartShard | RouterUp | RouterDown | Stop | StartRouter | ShardUp | ShardDown | Serving | Drain | ConfigChanged,
-    Field(discriminator="kind"),
-]
-FromChild = Annotated[Ready | Served | Fatal, Field(discriminator="kind")]
+ToChild = (
+    StartShard | RouterUp | RouterDown | Stop | StartRouter | ShardUp | ShardDown | Serving | Drain | ConfigChanged
+)
+FromChild = Ready | Served | Fatal
 
-_T = TypeVar("_T")
-_TO_CHILD: TypeAdapter[ToChild] = TypeAdapter(ToChild)
-_FROM_CHILD: TypeAdapter[FromChild] = TypeAdapter(FromChild)
+_M = TypeVar("_M", bound=Message)
+
+
+def _by_kind(*models: type[_M]) -> dict[object, type[_M]]:
+    return {model.model_fields["kind"].default: model for model in models}
+
+
+_TO_CHILD: dict[object, type[ToChild]] = _by_kind(
+    StartShard, RouterUp, RouterDown, Stop, StartRouter, ShardUp, ShardDown, Serving, Drain, ConfigChanged
+)
+_FROM_CHILD: dict[object, type[FromChild]] = _by_kind(Ready, Served, Fatal)
 
 
 def encode(message: Message) -> bytes:
@@ -201,9 +212,17 @@ def decode_from_child(line: bytes) -> FromChild:
     return _decode(_FROM_CHILD, line)
 
 
-def _decode(adapter: TypeAdapter[_T], line: bytes) -> _T:
+def _decode(models: dict[object, type[_M]], line: bytes) -> _M:
     try:
-        return adapter.validate_json(line)
+        plain = from_json(line)
+    except ValueError as error:
+        raise ControlError(f"not a control message: {one_line(str(error))}") from error
+    kind = plain.get("kind") if isinstance(plain, dict) else None
+    model = models.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise ControlError(f"not a control message: kind: is none of {', '.join(map(str, models))}")
+    try:
+        return model.model_validate(plain)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the line"

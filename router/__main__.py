@@ -6,7 +6,7 @@ import signal
 import sys
 from queue import SimpleQueue
 
-from common.config import Config
+from common.config_sections import Config
 from common.control import ControlError, ControlLink, StartRouter, ToChild, control_fd
 from common.logs import configure
 from router.process import RouterProcess

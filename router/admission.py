@@ -26,7 +26,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from common import job_ids
-from common.config import Config, QueueLimits
+from common.config_sections import Config, QueueLimits
 from common.queue_pb2 import (
     AckRequest,
     DrainDeadLettersRequest,

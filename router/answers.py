@@ -16,7 +16,7 @@ from typing import TypeAlias
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from common import job_ids
-from common.config import Config
+from common.config_sections import Config
 from common.queue_pb2 import (
     BatchValidationFailure,
     EnqueueAtomicResponse,

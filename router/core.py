@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from google.protobuf.message import DecodeError
 
 from common import job_ids, queue_pb2
-from common.config import Config
+from common.config_sections import Config
 from common.slots import slot_of
 from common.wire import EnqueueJob, Op, Question, unpack
 from router import admission, answers

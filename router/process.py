@@ -18,7 +18,8 @@ import structlog
 import zmq
 
 from common import __version__
-from common.config import Config, ConfigError
+from common.config_errors import ConfigError
+from common.config_sections import Config
 from common.config_tls import read_tls
 from common.control import (
     ConfigChanged,

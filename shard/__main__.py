@@ -7,7 +7,7 @@ import signal
 import sys
 from queue import SimpleQueue
 
-from common.config import Config
+from common.config_sections import Config
 from common.control import ControlError, ControlLink, StartShard, ToChild, control_fd
 from common.logs import configure
 from shard.process import ShardProcess

@@ -44,7 +44,7 @@ from heapq import heapify, heappop, heappush
 from zlib import crc32
 
 from common import job_ids
-from common.config import Config, QueueLimits
+from common.config_sections import Config, QueueLimits
 from common.slots import slot_of
 from common.wire import (
     JOB_OVERHEAD_BYTES,

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 import structlog
 import zmq
 
-from common.config import Config
+from common.config_sections import Config
 from common.control import (
     ConfigChanged,
     ControlLink,
