@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common import admin_pb2 as pb
-from common.admin_client import AdminClient, AdminError
+from common.admin_client import AdminClient
+from common.admin_socket import AdminError
 from common.config import load
 from common.queue_pb2 import DeadLetterCause, DeadLetterRecord, Job, PrimitiveValue
 

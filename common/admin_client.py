@@ -12,14 +12,10 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from common import admin_pb2 as pb
-from common.admin_socket import SERVICE, SOCKET_FILE, socket_target
+from common.admin_socket import SERVICE, SOCKET_FILE, AdminError, socket_target
 from common.queue_pb2 import DeadLetterRecord, DrainDeadLettersResponse
 
 _Answer = TypeVar("_Answer", bound=Message)
-
-
-class AdminError(Exception):
-    """A command that could not be done; the text is one line and says why."""
 
 
 class AdminClient:

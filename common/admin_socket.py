@@ -6,6 +6,10 @@ SOCKET_FILE = "admin.sock"
 SERVICE = "seppd.admin.v1.Admin"
 
 
+class AdminError(Exception):
+    """A command that could not be done; the text is one line and says why."""
+
+
 def socket_target(directory_fd: int) -> str:
     """The gRPC address of the socket in an open directory.
 

@@ -12,17 +12,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 import structlog
 import typer
 from pydantic import JsonValue
-from rich.console import Console
-from rich.table import Table
 
-from common import __version__, admin_cli, logs
-from common.admin_client import AdminError
+from common import __version__, logs
+from common.admin_socket import AdminError
 from common.children import ChildTerms
 from common.config import ConfigError, Loaded, chosen_file, example, load, load_again, parse_address
 from common.config_file import ConfigFile
@@ -36,6 +35,8 @@ from common.supervisor import StartError, Supervisor
 PROGRAM = "seppd"
 # With these first the arguments are not for `serve`, which may be left out.
 _NOT_FOR_SERVE = ("--help", "--version")
+# With these first the commands of `admin_cli` are not needed, nor the libraries behind them.
+_WITHOUT_ADMIN = ("serve", "config", "--version")
 # Wide enough that no value is broken when the table goes into a file or a pipe.
 _UNLIMITED_COLUMNS = 100_000
 
@@ -44,7 +45,6 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at the configuration.")
 app.add_typer(config_app, name="config")
-app.add_typer(admin_cli.app)
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None, terms: ChildTerms | None = None
 
 
 def _run(arguments: list[str], terms: ChildTerms) -> int:
+    if arguments[0] not in _WITHOUT_ADMIN:
+        _add_admin_commands()
     try:
         status = app(arguments, prog_name=PROGRAM, standalone_mode=False, obj=terms)
     except typer.TyperException as error:  # an unknown command, a missing value
@@ -74,6 +76,14 @@ def _run(arguments: list[str], terms: ChildTerms) -> int:
     except typer.Abort:
         return 1
     return status if isinstance(status, int) else 0
+
+
+@cache
+def _add_admin_commands() -> None:
+    """Once, however often the program runs in one process."""
+    from common import admin_cli  # protobuf and rich, which a server has no use for here
+
+    app.add_typer(admin_cli.app)
 
 
 def _fail(text: str) -> int:
@@ -180,6 +190,9 @@ def config_check(
         return
     for warning in warnings:
         print(f"{PROGRAM}: warning: {warning}", file=sys.stderr)
+    from rich.console import Console  # a server has no use for it
+    from rich.table import Table
+
     table = Table("key", "value", "source", box=None, pad_edge=False)
     table.columns[1].overflow = "fold"
     for row in _rows(loaded):

@@ -21,7 +21,8 @@ import pytest
 from sepp import EnqueueRequest, Job, Payload, RetryDirective, SeppClient
 from sepp.errors import JobNotFoundError, JobRejectedError, QueueClosing
 
-from common.admin_client import AdminClient, AdminError
+from common.admin_client import AdminClient
+from common.admin_socket import AdminError
 from common.cli import main
 from tests.integration.clients import connected, job, park, reserve, reserve_one, settled, texts
 from tests.integration.conftest import StartServer
