@@ -313,6 +313,7 @@ def run_many(seeds: range, steps: int | None = None) -> Tally:
     seen: Counter[str] = Counter()
     findings: list[tuple[int, str]] = []
     gc.disable()  # a run leaves circles behind: they are collected between runs, not again and again within
+    gc.freeze()  # and what was there before is not looked through with them: under pytest, most of a collection
     try:
         for count, seed in enumerate(seeds):
             outcome = run(seed, steps)
@@ -322,6 +323,7 @@ def run_many(seeds: range, steps: int | None = None) -> Tally:
             if count % COLLECT_EVERY == 0:
                 gc.collect()
     finally:
+        gc.unfreeze()
         gc.enable()
     return Tally(len(seeds), seen, findings)
 
