@@ -186,3 +186,21 @@ def test_a_slot_map_of_another_format_is_one_line_and_status_1(shell: Shell) -> 
 
 def test_the_line_is_the_same_in_json_logs(shell: Shell) -> None:
     assert shell.fails("serve", "--db-path", "/dev/null", SEPP_LOGGING__FORMAT="json").startswith("server.db_path")
+
+
+def test_a_server_starts_without_the_libraries_of_the_other_commands() -> None:
+    program = """
+import sys
+import common.cli, router.__main__, shard.__main__
+print(sorted({"common.admin_cli", "rich"} & set(sys.modules)))
+import common.admin_cli
+print("rich" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert done.stdout == "[]\nTrue\n", done.stderr
