@@ -1,0 +1,103 @@
+"""Named points of the transaction protocol, as seen from inside a router or a shard of a test.
+
+The product knows nothing of them: `armed_router` and `armed_shard` wrap some of its methods and then
+run the process as it is. At a point the thread tells the test where it stands and goes on when the
+test says so, which is at once unless somebody is to stand still there (`armed_harness`). A thread
+that stands still does so alone: the others of its process, those of ZeroMQ among them, go on, so
+that what was sent before arrives.
+
+A message's points: where its sender is about to send it, where it arrived and nothing was done yet,
+where it was applied and not written, written and not synced, synced and not answered; then where the
+answer arrived, and where the receiver of the answer has taken it in.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from io import TextIOWrapper
+from types import ModuleType
+from typing import Any
+
+from common.wire import Op
+
+# In the environment of every process: the path of the socket on which the test listens.
+SOCKET = "TEST_POINTS"
+
+PROTOCOL = (Op.PREPARE, Op.DECIDE, Op.COMMIT, Op.ABORT, Op.RESOLVE, Op.FORGET)
+STARTING = "starting"
+BEFORE_ANSWER = "before-answer"
+SHARD_GONE = "shard-gone"  # a router has heard that a shard's process ended, and acted on it
+ROUTER_STAGES = ("sending", "answered", "taken")
+SHARD_STAGES = ("arrived", "applied", "written", "synced")
+
+
+def point(kind: Op, stage: str) -> str:
+    return f"{kind.name.lower()}-{stage}"
+
+
+ROUTER_POINTS = frozenset(
+    {STARTING, BEFORE_ANSWER, SHARD_GONE, *(point(kind, stage) for kind in PROTOCOL for stage in ROUTER_STAGES)}
+)
+SHARD_POINTS = frozenset({STARTING, *(point(kind, stage) for kind in PROTOCOL for stage in SHARD_STAGES)})
+
+
+class Points:
+    """The way of one process to the test. `process` is its place: "router-0", "shard-1"."""
+
+    def __init__(self, known: frozenset[str]) -> None:
+        self.process = ""
+        self._known = known
+        self._links = threading.local()  # a thread that stands still must not hold up another one
+
+    def reach(self, name: str, of: str = "") -> None:
+        """Tell that a point is reached, and stand still as long as the test wants. `of` is the other side, if any."""
+        if name not in self._known:
+            raise LookupError(f"there is no point {name!r}")
+        self._tell({"process": self.process, "point": name, "of": of})
+
+    def note_transactions(self, stored: int) -> None:
+        """Tell how many records of transactions this shard has stored."""
+        self._tell({"process": self.process, "transactions": stored})
+
+    def _tell(self, message: dict[str, str | int]) -> None:
+        link: TextIOWrapper | None = getattr(self._links, "link", None)
+        if link is None:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(os.environ[SOCKET])
+            link = self._links.link = connection.makefile("rw")
+            connection.close()  # it is open as long as the file is
+        link.write(json.dumps(message) + "\n")
+        link.flush()
+        link.readline()
+
+
+def set_constant(module: ModuleType, name: str, value: float) -> None:
+    """Raises LookupError when the module has no such number any more."""
+    if not isinstance(vars(module).get(name), int | float):
+        raise LookupError(f"{module.__name__} has no number {name}")
+    setattr(module, name, value)
+
+
+def wrap(owner: type, name: str, parameters: tuple[str, ...], around: Callable[..., Any]) -> None:
+    """Have `around(original, …)` called in place of a method that `owner` itself defines.
+
+    Raises LookupError when there is no such method any more, or its parameters are not those that the
+    points were written for.
+    """
+    original = vars(owner).get(name)
+    if original is None:
+        raise LookupError(f"{owner.__name__} has no {name}: the points in it have to be looked at")
+    function = original.__func__ if isinstance(original, staticmethod) else original
+    found = tuple(inspect.signature(function).parameters)
+    if found != parameters:
+        raise LookupError(f"{owner.__name__}.{name} takes {found}, the points in it expect {parameters}")
+
+    def armed(*given: Any, **named: Any) -> Any:
+        return around(function, *given, **named)
+
+    setattr(owner, name, staticmethod(armed) if isinstance(original, staticmethod) else armed)
