@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what is needed into .venv, then runs the tests; arguments go to pytest. Without arguments all of
-# them run, in four processes: most of the time they wait for servers that start, stop and are killed.
+# them run, in six processes: most of the time they wait for servers that start, stop and are killed.
 # In their order: xdist's own puts modules of few tests last, and those are the long ones.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -8,6 +8,6 @@ source "$root/scripts/install.sh"
 
 cd "$root"
 if [ $# -eq 0 ]; then
-    set -- -n 4 --dist loadscope --no-loadscope-reorder
+    set -- -n 6 --dist loadscope --no-loadscope-reorder
 fi
 exec "$venv/bin/python" -m pytest "$@"
