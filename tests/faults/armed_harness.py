@@ -41,12 +41,18 @@ class Hold:
 
 
 class Harness:
-    """The points of one server. A point is (process, name, other side); where `of` is empty any other side will do."""
+    """The points of one server. A point is (process, name, other side); where `of` is empty any other side will do.
+
+    What is still on its way for the transactions of an earlier round, an ABORT that is sent again or the question
+    of a second router, passes all points unseen: it must not be taken for this round's.
+    """
 
     def __init__(self) -> None:
         self.passed: list[tuple[str, str, str]] = []
         self._grown = threading.Condition()
         self._holds: list[Hold] = []
+        self._seen: set[int] = set()  # transactions of this round
+        self._earlier: set[int] = set()
         self._transactions: dict[str, tuple[int, int]] = {}  # by shard: number of the connection, records stored
         self._connections = 0
         self._is_over = False
@@ -99,12 +105,17 @@ class Harness:
             self._until(lambda: not any(stored for _, stored in self._transactions.values()), "no open transaction")
 
     def forget(self) -> None:
-        """What was passed, and the holds that have come to an end. Raises AssertionError for one that waits."""
+        """A round is over: what was passed, and the holds that have come to an end.
+
+        Raises AssertionError for a hold that waits.
+        """
         with self._grown:
             waiting = [hold.where for hold in self._holds if not hold.is_released]
             assert waiting == [], f"nobody came to {waiting}, or still stands there"
             self._holds.clear()
             self.passed.clear()
+            self._earlier |= self._seen
+            self._seen.clear()
 
     def _until(self, holds: Callable[[], bool], what: str) -> None:
         state = f"passed {self.passed}, records {self._transactions}"
@@ -129,7 +140,9 @@ class Harness:
                 # A message that a killed process left must not count for its successor.
                 if connection >= self._transactions.get(message["process"], (0, 0))[0]:
                     self._transactions[message["process"]] = connection, message["transactions"]
-            else:
+            elif message["transaction"] not in self._earlier:
+                if message["transaction"]:
+                    self._seen.add(message["transaction"])
                 self._reach((message["process"], message["point"], message["of"]))
             self._grown.notify_all()
 

@@ -54,11 +54,11 @@ class Points:
         self._known = known
         self._links = threading.local()  # a thread that stands still must not hold up another one
 
-    def reach(self, name: str, of: str = "") -> None:
+    def reach(self, name: str, of: str = "", transaction: int = 0) -> None:
         """Tell that a point is reached, and stand still as long as the test wants. `of` is the other side, if any."""
         if name not in self._known:
             raise LookupError(f"there is no point {name!r}")
-        self._tell({"process": self.process, "point": name, "of": of})
+        self._tell({"process": self.process, "point": name, "of": of, "transaction": transaction})
 
     def note_transactions(self, stored: int) -> None:
         """Tell how many records of transactions this shard has stored."""

@@ -1,8 +1,7 @@
-"""A router process with the points of the protocol in it: `python -P -m tests.faults.armed_router`."""
+"""A router process with the points of the protocol in it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from router.__main__ import main
 from router.coordinator import Recovery, Transaction
 from router.core import Core, Moment
 from router.process import RouterProcess
-from tests.faults.armed_points import BEFORE_ANSWER, PROTOCOL, ROUTER_POINTS, SHARD_GONE, STARTING, Points, point, wrap
+from tests.faults.armed_points import BEFORE_ANSWER, ROUTER_POINTS, SHARD_GONE, STARTING, Points, point, wrap
 
 points = Points(ROUTER_POINTS)
 
@@ -21,34 +20,39 @@ def shard_name(index: int) -> str:
 
 
 def sent_by_transaction(
-    original: Callable[..., None], self: Transaction, kind: Op, shard: int, *given: Any, **named: Any
+    original: Callable[..., None],
+    self: Transaction,
+    kind: Op,
+    shard: int,
+    arguments: list[object],
+    size: int = 0,
+    transaction: int = 0,
 ) -> None:
-    if kind in PROTOCOL:
-        points.reach(point(kind, "sending"), shard_name(shard))
-    original(self, kind, shard, *given, **named)
+    points.reach(point(kind, "sending"), shard_name(shard), transaction or self._id)
+    original(self, kind, shard, arguments, size, transaction)
 
 
 def answered_transaction(
     original: Callable[..., None], self: Transaction, op_id: int, status: int, data: object
 ) -> None:
     sent = self._out[op_id]
-    points.reach(point(sent.kind, "answered"), shard_name(sent.shard))
+    points.reach(point(sent.kind, "answered"), shard_name(sent.shard), sent.transaction)
     original(self, op_id, status, data)
-    points.reach(point(sent.kind, "taken"), shard_name(sent.shard))
+    points.reach(point(sent.kind, "taken"), shard_name(sent.shard), sent.transaction)
 
 
 def sent_by_recovery(
     original: Callable[..., None], self: Recovery, kind: Op, shard: int, arguments: list[object]
 ) -> None:
-    points.reach(point(kind, "sending"), shard_name(shard))
+    points.reach(point(kind, "sending"), shard_name(shard), self._id)
     original(self, kind, shard, arguments)
 
 
 def answered_recovery(original: Callable[..., None], self: Recovery, op_id: int, status: int, data: object) -> None:
     kind, shard, _ = self._out[op_id]
-    points.reach(point(kind, "answered"), shard_name(shard))
+    points.reach(point(kind, "answered"), shard_name(shard), self._id)
     original(self, op_id, status, data)
-    points.reach(point(kind, "taken"), shard_name(shard))
+    points.reach(point(kind, "taken"), shard_name(shard), self._id)
 
 
 def answering_calls(original: Callable[..., None], replies: list[Any]) -> None:
@@ -80,6 +84,7 @@ def arm() -> None:
     wrap(RouterProcess, "run", ("self",), starting)
 
 
-if __name__ == "__main__":
+def run() -> int:
+    """The whole process; its exit status."""
     arm()
-    sys.exit(main())
+    return main()

@@ -1,8 +1,7 @@
-"""A shard process with the points of the protocol in it: `python -P -m tests.faults.armed_shard`."""
+"""A shard process with the points of the protocol in it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +19,10 @@ from tests.faults.armed_points import PROTOCOL, SHARD_POINTS, STARTING, Points, 
 ASK_AGAIN_MS = 50
 
 points = Points(SHARD_POINTS)
-# Kinds of the operations that the turn has applied, and of those that are written, by op id, until their results leave.
-applied: dict[int, Op] = {}
-written: dict[int, Op] = {}
+# Kind and transaction of the operations that the turn has applied, and of those that are written, by op id, until
+# their results leave.
+applied: dict[int, tuple[Op, int]] = {}
+written: dict[int, tuple[Op, int]] = {}
 
 
 def loading(original: Callable[..., None], self: Machine, store: Store, *given: Any, **named: Any) -> None:
@@ -33,21 +33,21 @@ def loading(original: Callable[..., None], self: Machine, store: Store, *given: 
 def applying(original: Callable[..., None], self: Machine, router: str, operation: Operation, now: Instant) -> None:
     kind = Op(operation[1])
     if kind in PROTOCOL:
-        points.reach(point(kind, "arrived"), router)
+        points.reach(point(kind, "arrived"), router, operation[2])
     original(self, router, operation, now)
     if kind in PROTOCOL:
-        applied[operation[0]] = kind
+        applied[operation[0]] = kind, operation[2]
 
 
 def writing(original: Callable[..., bool], self: RocksStore) -> bool:
-    for kind in applied.values():
-        points.reach(point(kind, "applied"))
+    for kind, transaction in applied.values():
+        points.reach(point(kind, "applied"), transaction=transaction)
     is_touched = bool(self.pending[Family.TRANSACTIONS])
     changed = original(self)
     if is_touched:
         note_transactions(self)
-    for kind in applied.values():
-        points.reach(point(kind, "written"))
+    for kind, transaction in applied.values():
+        points.reach(point(kind, "written"), transaction=transaction)
     written.update(applied)
     applied.clear()
     return changed
@@ -55,9 +55,9 @@ def writing(original: Callable[..., bool], self: RocksStore) -> bool:
 
 def answering(original: Callable[..., None], self: RouterLinks, router: str, message: bytes) -> None:
     for op_id, *_ in unpack(message).items:
-        kind = written.pop(op_id, None)
-        if kind is not None:
-            points.reach(point(kind, "synced"), router)
+        if op_id in written:
+            kind, transaction = written.pop(op_id)
+            points.reach(point(kind, "synced"), router, transaction)
     original(self, router, message)
 
 
@@ -81,6 +81,7 @@ def arm() -> None:
     wrap(ShardProcess, "run", ("self", "wake_fd"), starting)
 
 
-if __name__ == "__main__":
+def run() -> int:
+    """The whole process; its exit status."""
     arm()
-    sys.exit(main())
+    return main()

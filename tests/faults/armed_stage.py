@@ -7,8 +7,6 @@ applied, written and synced, and by whom.
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -172,10 +170,9 @@ class Stage:
 
     async def kill_children(self, children: Sequence[str]) -> None:
         """Several at once: the supervisor sees it, and tells anybody, when all of them have ended."""
-        os.kill(self.server.pid, signal.SIGSTOP)
-        for child in children:
-            await self.kill(child)
-        os.kill(self.server.pid, signal.SIGCONT)
+        with self.server.paused_supervisor():
+            for child in children:
+                await self.kill(child)
 
     async def kill_all(self) -> None:
         """The whole server, as if in one instant."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ from tests.faults.armed_stage import (
 )
 from tests.integration.clients import connected, job
 from tests.integration.conftest import StartServer
-from tests.integration.server import ROOT, environment_of
+from tests.integration.server import ROOT, WAIT_S, environment_of
 
 PRODUCT = ("common", "router", "shard")
 
@@ -71,17 +70,6 @@ async def test_every_named_point_is_reached(new_server: StartServer) -> None:
         await stage.end()
     assert {name for process, name, _ in passed if process.startswith("router")} == ROUTER_POINTS
     assert {name for process, name, _ in passed if process.startswith("shard")} == SHARD_POINTS
-
-
-async def test_who_stands_still_at_a_point_goes_on_when_it_is_released(new_server: StartServer) -> None:
-    async with stage_of(new_server, shards=2, routers=1) as stage:
-        batch = Batch(stage)
-        call, (hold,) = await bring_to(batch, NO_DECIDE_SENT)
-        assert (HOME, "decide-arrived", "") not in stage.harness.passed
-        assert not call.done()
-        hold.release()
-        outcome = await told(call)
-        await batch.check(await stage.client_at(COORDINATOR), True, outcome)
 
 
 # -- points that got lost -------------------------------------------------------------------------
@@ -130,6 +118,24 @@ def test_a_hold_that_nobody_came_to_is_an_error() -> None:
             harness.forget()
 
 
+def test_what_is_on_its_way_for_an_earlier_round_passes_a_point_where_another_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Harness() as harness:
+        for name, value in harness.settings.items():
+            monkeypatch.setenv(name, value)
+        shard = Points(SHARD_POINTS)
+        shard.process = HOME
+        shard.reach("forget-arrived", transaction=1)
+        harness.forget()
+        hold = harness.hold(HOME, "forget-arrived")
+        late = threading.Thread(target=shard.reach, args=("forget-arrived", "", 1), daemon=True)
+        late.start()
+        late.join(WAIT_S)
+        assert (hold.is_reached, harness.passed) == (False, [])
+        hold.release()
+
+
 # -- a server as it is ----------------------------------------------------------------------------
 
 
@@ -138,13 +144,6 @@ def test_no_file_of_the_product_speaks_of_tests_or_points() -> None:
     assert len(files) > 40
     signs = ("armed_", "from tests", "import tests", "TEST_POINTS")
     assert [(path.name, sign) for path in files for sign in signs if sign in path.read_text()] == []
-
-
-@pytest.mark.parametrize("module", ["common.__main__", "router.__main__", "shard.__main__"])
-def test_the_program_loads_nothing_of_the_tests(module: str) -> None:
-    look = f"import sys, {module}; print([name for name in sys.modules if name.split('.')[0] == 'tests'])"
-    found = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
 
 
 async def test_a_server_as_it_is_runs_the_routers_and_shards_of_the_product(new_server: StartServer) -> None:

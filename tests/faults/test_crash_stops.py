@@ -67,19 +67,9 @@ async def paused_at(stage: Stage, batch: Batch, cut: Cut) -> asyncio.Task[Told]:
     return asyncio.create_task(told(call))
 
 
-async def test_queues_are_served_while_the_coordinator_of_their_batch_is_stopped(new_server: StartServer) -> None:
-    async with stage_of(new_server, shards=3, routers=2) as stage:
-        batch = Batch(stage)
-        outcome = await paused_at(stage, batch, NO_DECIDE_SENT)
-        await serve_others(stage, batch)
-        assert not outcome.done()
-        stage.server.resume(COORDINATOR)
-        assert len((await outcome).ids) == 4
-        await batch.check(await stage.client_at(OTHER_ROUTER), True, await outcome)
-        await stage.end()
-
-
-async def test_an_enqueue_of_a_key_waits_for_the_batch_of_a_stopped_coordinator(new_server: StartServer) -> None:
+async def test_all_but_an_enqueue_of_its_key_goes_on_while_the_coordinator_of_a_batch_is_stopped(
+    new_server: StartServer,
+) -> None:
     async with stage_of(new_server, shards=3, routers=2) as stage:
         batch = Batch(stage)
         outcome = await paused_at(stage, batch, NO_DECIDE_SENT)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from common.slots import SlotMap, slot_of
 
@@ -39,7 +39,7 @@ Entry = dict[str, Any]
 class Log:
     """What a server has written to stderr, line by line; lines that are not of its log have only `line`."""
 
-    def __init__(self, stream: Iterator[str]) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self.entries: list[Entry] = []
         self._stream = stream
         self._grown = threading.Condition()
@@ -72,11 +72,12 @@ class Log:
         return next((entry for entry in reversed(self.entries) if matches(entry)), None)
 
     def _read(self) -> None:
-        for line in self._stream:
-            entry = json.loads(line) if line.startswith("{") else {"line": line.rstrip("\n")}
-            with self._grown:
-                self.entries.append(entry)
-                self._grown.notify_all()
+        with self._stream:  # closed here and nowhere else: a next life may begin while this one's last lines are read
+            for line in self._stream:
+                entry = json.loads(line) if line.startswith("{") else {"line": line.rstrip("\n")}
+                with self._grown:
+                    self.entries.append(entry)
+                    self._grown.notify_all()
         with self._grown:
             self._is_over = True
             self._grown.notify_all()
@@ -142,7 +143,6 @@ class Server:
     def launch(self) -> None:
         """Start, and wait for nothing."""
         assert self._process is None or self._process.poll() is not None, "it is running"
-        self._let_go()
         environ = self._environ
         if self.shards is not None:
             environ = {**environ, "SEPP_SERVER__SHARDS": str(self.shards)}
@@ -184,7 +184,7 @@ class Server:
         if self._process is None:
             return
         if self._process.poll() is None:
-            self._send(self._process.pid, signal.SIGSTOP)  # it must start no more children
+            self._pause(self._process.pid, "the supervisor")  # it must start no more children
         while pids := self.processes():
             for pid in sorted(pids, key=self._process.pid.__eq__):
                 with alive(pid) as fd:
@@ -202,14 +202,8 @@ class Server:
         if self._log is not None:
             self._log.join()
             print(self._log.text(), file=sys.stderr)
-        self._let_go()
+        self._process = None
         shutil.rmtree(self.home, ignore_errors=True)
-
-    def _let_go(self) -> None:
-        if self._process is not None:
-            assert self._process.stderr is not None
-            self._process.stderr.close()
-            self._process = None
 
     # -- what is known of it --------------------------------------------------------------------
 
@@ -286,11 +280,22 @@ class Server:
 
     def pause(self, child: str) -> None:
         """SIGSTOP, and wait until it has stopped: it lives and does nothing."""
-        pid = self.pid_of(child)
+        self._pause(self.pid_of(child), child)
+
+    @contextmanager
+    def paused_supervisor(self) -> Iterator[None]:
+        """Nobody hears of what happens to the children meanwhile."""
+        self._pause(self.pid, "the supervisor")
+        try:
+            yield
+        finally:
+            self._send(self.pid, signal.SIGCONT)
+
+    def _pause(self, pid: int, name: str) -> None:
         self._send(pid, signal.SIGSTOP)
         give_up_at = time.monotonic() + WAIT_S
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < give_up_at, f"{child} does not stop"
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ":
+            assert time.monotonic() < give_up_at, f"{name} does not stop"
 
     def resume(self, child: str) -> None:
         self._send(self.pid_of(child), signal.SIGCONT)
