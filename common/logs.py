@@ -6,8 +6,11 @@ through the standard library takes the same form.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
+from contextlib import suppress
+from typing import TextIO, cast
 
 import structlog
 
@@ -36,7 +39,7 @@ def configure(level: str, format: str, process: str) -> None:
         processors=[*shared, *ending],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         # One write per line: several processes share this stderr.
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _Unbreakable(sys.stderr))),
         cache_logger_on_first_use=False,  # tests and a child's start configure again
     )
     handler = logging.StreamHandler(sys.stderr)
@@ -49,6 +52,23 @@ def configure(level: str, format: str, process: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(number, logging.INFO))  # the debug lines of libraries say nothing about seppd
+
+
+class _Unbreakable(io.TextIOBase):
+    """Where log lines go. One that cannot be written, because its reader has gone or its disk is full, is lost:
+    what the line tells of has to go on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def _process_binder(process: str) -> structlog.typing.Processor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterator
 
@@ -85,3 +86,13 @@ def test_a_traceback_shows_no_local_variables(capsys: pytest.CaptureFixture[str]
 def test_an_unknown_level_or_format_is_refused(level: str, format: str) -> None:
     with pytest.raises(ValueError, match="is none of"):
         logs.configure(level, format, "router-0")
+
+
+def test_a_line_that_cannot_be_written_is_lost_and_harms_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # who read the log has gone
+    with os.fdopen(writing, "w", buffering=1) as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        logs.configure("info", "json", "supervisor")
+        structlog.get_logger().info("stopping")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writing)  # or closing it would fail on what is buffered
