@@ -86,13 +86,13 @@ def queues(config: ConfigOption = None, db_path: DbPathOption = None, as_json: J
     with _client(config, db_path) as client:
         found = client.queues()
     if as_json:
-        _print_json([_plain_queue(queue) for queue in found])
+        print_json([_plain_queue(queue) for queue in found])
         return
     rows = [
         (one.name, one.shard, one.ready, one.scheduled, one.leased, one.dead, _age(one.oldest_enqueued_at))
         for one in found
     ]
-    _print_table(("queue", "shard", "ready", "scheduled", "in flight", "dead", "oldest"), rows)
+    print_table(("queue", "shard", "ready", "scheduled", "in flight", "dead", "oldest"), rows)
 
 
 @app.command()
@@ -101,7 +101,7 @@ def shards(config: ConfigOption = None, db_path: DbPathOption = None, as_json: J
     with _client(config, db_path) as client:
         found = client.shards()
     if as_json:
-        _print_json([_plain_shard(shard) for shard in found])
+        print_json([_plain_shard(shard) for shard in found])
         return
     rows = [
         (one.index, one.slots, one.queues, one.ready, one.scheduled, one.leased, one.dead, one.waiting)
@@ -109,7 +109,7 @@ def shards(config: ConfigOption = None, db_path: DbPathOption = None, as_json: J
         else (one.index, one.slots, "down", *[""] * 5)
         for one in found
     ]
-    _print_table(("shard", "slots", "queues", "ready", "scheduled", "in flight", "dead", "waiting polls"), rows)
+    print_table(("shard", "slots", "queues", "ready", "scheduled", "in flight", "dead", "waiting polls"), rows)
 
 
 @queue_app.command("show")
@@ -130,7 +130,7 @@ def queue_purge(
     with _client(config, db_path) as client:
         client.queue(name)
         _ask(f"Remove all ready and scheduled jobs of queue {name!r}?", yes)
-        print(f"{_count(client.purge(name), 'job')} removed")
+        print(f"{counted(client.purge(name), 'job')} removed")
 
 
 @queue_app.command("delete")
@@ -146,8 +146,8 @@ def queue_delete(
         client.queue(name)
         _ask(f"Delete queue {name!r} with its jobs, dead letters and idempotency keys?", yes)
         removed = client.delete(name, wait)
-    jobs, dead = _count(removed.removed_jobs, "job"), _count(removed.removed_dead_letters, "dead letter")
-    print(f"queue {name} deleted, with {jobs}, {dead}, {_count(removed.removed_keys, 'idempotency key')}")
+    jobs, dead = counted(removed.removed_jobs, "job"), counted(removed.removed_dead_letters, "dead letter")
+    print(f"queue {name} deleted, with {jobs}, {dead}, {counted(removed.removed_keys, 'idempotency key')}")
 
 
 # -- jobs -------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def dead_requeue(
     selection = _selection(name, ids)
     with _client(config, db_path) as client:
         done = client.requeue(selection)
-    print(f"{_count(done.requeued, 'dead letter')} requeued")
+    print(f"{counted(done.requeued, 'dead letter')} requeued")
     _report_missing(done.missing_job_ids)
 
 
@@ -230,7 +230,7 @@ def dead_delete(
             client.queue(name)
             _ask(f"Delete all dead letters of queue {name!r}?", yes)
         done = client.delete_dead(selection)
-    print(f"{_count(done.deleted, 'dead letter')} deleted")
+    print(f"{counted(done.deleted, 'dead letter')} deleted")
     _report_missing(done.missing_job_ids)
 
 
@@ -280,20 +280,20 @@ def _ask(question: str, yes: bool) -> None:
 # -- what is printed ----------------------------------------------------------------------------------
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """On one line, and without what could steer a terminal."""
     return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in " ".join(text.split()))
 
 
-def _print_json(value: object) -> None:
+def print_json(value: object) -> None:
     print(json.dumps(value, ensure_ascii=False, indent=2))
 
 
-def _print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     table = Table(*titles, box=None, pad_edge=False, show_header=any(titles))
     for row in rows:
         table.add_row(*(str(value) for value in row))
@@ -306,26 +306,26 @@ def _print_table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 def _print_one(plain: Plain, as_json: bool) -> None:
     """What is known of one thing, a line each; what is not set is left out."""
     if as_json:
-        _print_json(plain)
+        print_json(plain)
         return
     rows = []
     for key, value in plain.items():
         if value is not None and value != {}:
-            shown = _printable(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value))
+            shown = printable(json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value))
             rows.append((key.replace("_", " "), shown if len(shown) <= _SHOWN_WHOLE else f"{shown[:_SHOWN_WHOLE]}…"))
-    _print_table(("", ""), rows)
+    print_table(("", ""), rows)
 
 
 def _print_jobs(found: Sequence[pb.JobEntry], as_json: bool) -> None:
     if as_json:
-        _print_json([_plain_job(entry) for entry in found])
+        print_json([_plain_job(entry) for entry in found])
         return
     rows = [
         (
             entry.job.id,
             entry.job.queue,
             _state(entry),
-            _printable(entry.job.job_type),
+            printable(entry.job.job_type),
             entry.job.priority,
             f"{entry.job.attempt}/{entry.job.max_attempts}",
             _age(entry.job.enqueued_at),
@@ -334,7 +334,7 @@ def _print_jobs(found: Sequence[pb.JobEntry], as_json: bool) -> None:
         )
         for entry in found
     ]
-    _print_table(("id", "queue", "state", "type", "priority", "attempt", "age", "until", "payload"), rows)
+    print_table(("id", "queue", "state", "type", "priority", "attempt", "age", "until", "payload"), rows)
 
 
 def _state(entry: pb.JobEntry) -> str:
@@ -354,7 +354,7 @@ def _moment_of(entry: pb.JobEntry) -> str:
 def _shown_payload(entry: pb.JobEntry) -> str:
     """As text when it is text, else in hexadecimal digits, on one line and cut."""
     _, shown = _readable(entry.job.payload.data, entry.payload_bytes)
-    shown = _printable(shown)
+    shown = printable(shown)
     if len(shown) > _SHOWN_CHARACTERS or len(entry.job.payload.data) < entry.payload_bytes:
         return f"{shown[:_SHOWN_CHARACTERS]}… ({entry.payload_bytes} bytes)"
     return shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -16,6 +16,10 @@ from common.admin_socket import SERVICE, SOCKET_FILE, AdminError, socket_target
 from common.queue_pb2 import DeadLetterRecord, DrainDeadLettersResponse
 
 _Answer = TypeVar("_Answer", bound=Message)
+
+
+class AdminUnavailableError(AdminError):
+    """Not now: nothing or a part was done, and the same call again does the rest."""
 
 
 class AdminClient:
@@ -63,6 +67,30 @@ class AdminClient:
 
     def shards(self) -> list[pb.Shard]:
         return list(self._call("ListShards", pb.ListShardsRequest(), pb.ListShardsResponse).shards)
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def slot_map(self, with_loads: bool) -> pb.ShowSlotMapResponse:
+        """Who owns which slot and, where that is asked for, what they hold; then all shards have to be up."""
+        return self._call("ShowSlotMap", pb.ShowSlotMapRequest(with_loads=with_loads), pb.ShowSlotMapResponse)
+
+    def set_shards(self, shards: int) -> pb.SetShardsResponse:
+        return self._call("SetShards", pb.SetShardsRequest(shards=shards), pb.SetShardsResponse)
+
+    def move_slots(self, slots: Sequence[int], target: int, bytes_per_second: int) -> pb.MoveSlotsResponse:
+        """Move slots of one shard; 0 bytes per second is as fast as it goes. Returns when they have moved."""
+        request = pb.MoveSlotsRequest(slots=slots, to=target, rate_limit_bytes_per_second=bytes_per_second)
+        return self._call("MoveSlots", request, pb.MoveSlotsResponse)
+
+    def verify_shard(self, shard: int) -> Iterator[pb.VerifyShardResponse]:
+        """What is found in a shard, step by step."""
+        request = pb.VerifyShardRequest(shard=shard)
+        while True:
+            step = self._call("VerifyShard", request, pb.VerifyShardResponse)
+            yield step
+            if not step.cursor:
+                return
+            request.cursor = step.cursor
 
     # -- jobs -------------------------------------------------------------------------------------
 
@@ -125,7 +153,8 @@ class AdminClient:
         try:
             answer: _Answer = call(request)
         except self._grpc.RpcError as error:
-            raise AdminError(error.details()) from error
+            is_passing = error.code() is self._grpc.StatusCode.UNAVAILABLE
+            raise (AdminUnavailableError if is_passing else AdminError)(error.details()) from error
         return answer
 
 

@@ -218,6 +218,86 @@ class DrainDeadLettersRequest(_message.Message):
     max: int
     def __init__(self, queue: _Optional[str] = ..., max: _Optional[int] = ...) -> None: ...
 
+class ShowSlotMapRequest(_message.Message):
+    __slots__ = ("with_loads",)
+    WITH_LOADS_FIELD_NUMBER: _ClassVar[int]
+    with_loads: bool
+    def __init__(self, with_loads: _Optional[bool] = ...) -> None: ...
+
+class SlotLoad(_message.Message):
+    __slots__ = ("slot", "jobs", "bytes")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    jobs: int
+    bytes: int
+    def __init__(self, slot: _Optional[int] = ..., jobs: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class ShowSlotMapResponse(_message.Message):
+    __slots__ = ("epoch", "shards", "owners", "loads")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    OWNERS_FIELD_NUMBER: _ClassVar[int]
+    LOADS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    shards: int
+    owners: _containers.RepeatedScalarFieldContainer[int]
+    loads: _containers.RepeatedCompositeFieldContainer[SlotLoad]
+    def __init__(self, epoch: _Optional[int] = ..., shards: _Optional[int] = ..., owners: _Optional[_Iterable[int]] = ..., loads: _Optional[_Iterable[_Union[SlotLoad, _Mapping[str, object]]]] = ...) -> None: ...
+
+class SetShardsRequest(_message.Message):
+    __slots__ = ("shards",)
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    shards: int
+    def __init__(self, shards: _Optional[int] = ...) -> None: ...
+
+class SetShardsResponse(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class MoveSlotsRequest(_message.Message):
+    __slots__ = ("slots", "to", "rate_limit_bytes_per_second")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    RATE_LIMIT_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    to: int
+    rate_limit_bytes_per_second: int
+    def __init__(self, slots: _Optional[_Iterable[int]] = ..., to: _Optional[int] = ..., rate_limit_bytes_per_second: _Optional[int] = ...) -> None: ...
+
+class MoveSlotsResponse(_message.Message):
+    __slots__ = ("epoch", "records", "bytes", "hold_ms")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOLD_MS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    records: int
+    bytes: int
+    hold_ms: int
+    def __init__(self, epoch: _Optional[int] = ..., records: _Optional[int] = ..., bytes: _Optional[int] = ..., hold_ms: _Optional[int] = ...) -> None: ...
+
+class VerifyShardRequest(_message.Message):
+    __slots__ = ("shard", "cursor")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    cursor: bytes
+    def __init__(self, shard: _Optional[int] = ..., cursor: _Optional[bytes] = ...) -> None: ...
+
+class VerifyShardResponse(_message.Message):
+    __slots__ = ("findings", "records", "cursor")
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    findings: _containers.RepeatedScalarFieldContainer[str]
+    records: int
+    cursor: bytes
+    def __init__(self, findings: _Optional[_Iterable[str]] = ..., records: _Optional[int] = ..., cursor: _Optional[bytes] = ...) -> None: ...
+
 class ListShardsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -1,4 +1,5 @@
-"""The command line: `seppd serve`, `seppd config example`, `seppd config check`, and the commands of `admin_cli`.
+"""The command line: `seppd serve`, `seppd config example`, `seppd config check`, and the commands of `admin_cli`
+and `rebalance_cli`.
 
 Every error is one line on stderr that begins with `seppd:`, and exit status 1; nothing that can be
 expected to go wrong shows a traceback.
@@ -9,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +26,7 @@ from pydantic import JsonValue
 from common import __version__, logs
 from common.admin_socket import AdminError
 from common.children import ChildTerms
-from common.config import ConfigError, Loaded, chosen_file, example, load, load_again, parse_address
+from common.config import Config, ConfigError, Loaded, chosen_file, example, load, load_again, parse_address
 from common.config_file import ConfigFile
 from common.config_tls import read_tls
 from common.control import one_line
@@ -39,6 +42,8 @@ _NOT_FOR_SERVE = ("--help", "--version")
 _WITHOUT_ADMIN = ("serve", "config", "--version")
 # Wide enough that no value is broken when the table goes into a file or a pipe.
 _UNLIMITED_COLUMNS = 100_000
+# The longest duration that the configuration takes, a thousand years.
+_KEEP_ALL_MS = 31_536_000_000_000
 
 app = typer.Typer(
     name=PROGRAM, help="A durable job queue server.", add_completion=False, pretty_exceptions_enable=False
@@ -81,9 +86,10 @@ def _run(arguments: list[str], terms: ChildTerms) -> int:
 @cache
 def _add_admin_commands() -> None:
     """Once, however often the program runs in one process."""
-    from common import admin_cli  # protobuf and rich, which a server has no use for here
+    from common import admin_cli, rebalance_cli  # protobuf and rich, which a server has no use for here
 
     app.add_typer(admin_cli.app)
+    app.add_typer(rebalance_cli.app, name="rebalance")
 
 
 def _fail(text: str) -> int:
@@ -120,6 +126,7 @@ def serve(
     routers: Annotated[
         str | None, typer.Option(metavar="N", help="server.routers: number of router processes.")
     ] = None,
+    private: Annotated[bool, typer.Option("--private", hidden=True)] = False,
 ) -> int:
     """Serve until SIGTERM or Ctrl-C. Options win over the environment, and that over the file."""
     options = {"LISTEN_ADDR": listen_addr, "DB_PATH": db_path, "SHARDS": shards, "ROUTERS": routers}
@@ -127,12 +134,39 @@ def serve(
     given = {f"SEPP_SERVER__{name}": value for name, value in options.items() if value is not None}
     environ = {**os.environ, **given}
     file = ConfigFile(chosen_file(config, environ))  # before it is loaded, so that no later change is missed
-    loaded = _load_with_options(config, environ, given)
+
+    def read_again(before: Loaded) -> Loaded:
+        return _as_asked(load_again(before, config, environ), private)
+
+    loaded = _as_asked(_load_with_options(config, environ, given), private)
     logs.configure(loaded.config.logging.level, loaded.config.logging.format, "supervisor")
     _log_warnings(loaded)
     terms = context.obj
     assert isinstance(terms, ChildTerms)
-    return _serve(loaded, lambda before: load_again(before, config, environ), file, environ, terms)
+    if private:
+        threading.Thread(target=_stop_with_stdin, name="stdin", daemon=True).start()
+    return _serve(loaded, read_again, file, environ, terms)
+
+
+def _as_asked(loaded: Loaded, private: bool) -> Loaded:
+    """The configuration; that of a private server, see `rebalance_offline`, is reached by nobody else, and takes
+    the shards that there are."""
+    if not private:
+        return loaded
+    plain = loaded.config.model_dump(mode="json")
+    plain["server"] |= {"listen_addr": "127.0.0.1:0", "routers": 1, "shards": None}
+    plain["server"] |= {"tls_cert_path": None, "tls_key_path": None}
+    plain["metrics"] |= {"prometheus_enabled": False}
+    # Retention goes by the configuration, which could be told to this command otherwise than to the server.
+    plain["storage"] |= {"dead_letter_retention_ms": _KEEP_ALL_MS}
+    return replace(loaded, config=Config.model_validate(plain))
+
+
+def _stop_with_stdin() -> None:
+    """Stop in order when the process that started this one has closed its end of stdin, or has ended."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _load_with_options(path: Path | None, environ: Mapping[str, str], given: Mapping[str, str]) -> Loaded:

@@ -134,6 +134,14 @@ class ShardDown(Message):
     generation: int
 
 
+class MapRefused(Message):
+    """The request of this number changed nothing. `text` is one line: why, and what to do about it."""
+
+    kind: Literal["map_refused"] = "map_refused"
+    request: int
+    text: str
+
+
 class Serving(Message):
     """Every shard has been ready: health turns SERVING."""
 
@@ -155,6 +163,15 @@ class ConfigChanged(Message):
 
     kind: Literal["config"] = "config"
     config: JsonObject
+
+
+class SlotMapChanged(Message):
+    """The slot map that holds from now on; it is on the disk already. Shards hear of it before routers do."""
+
+    kind: Literal["slot_map"] = "slot_map"
+    epoch: int
+    shards: int
+    owners: list[int]
 
 
 # -- child to supervisor ------------------------------------------------------------------------
@@ -179,10 +196,48 @@ class Fatal(Message):
     text: str
 
 
+class CommitMove(Message):
+    """Give these slots, of one owner, to `target`; what they hold is there and synced.
+
+    Refused unless owner and target are still the processes of these generations: another owner has
+    served since, another target has deleted what it did not own. The answer is a `slot_map` for
+    everybody, or `map_refused` with the number of the request.
+    """
+
+    kind: Literal["commit_move"] = "commit_move"
+    request: int
+    slots: list[int]
+    target: int
+    source_generation: int
+    target_generation: int
+
+
+class SetShards(Message):
+    """Have this many shards from now on. New ones own nothing yet; those that go must own nothing any more.
+
+    The answer is a `slot_map` for everybody, or `map_refused` with the number of the request.
+    """
+
+    kind: Literal["set_shards"] = "set_shards"
+    request: int
+    shards: int
+
+
 ToChild = (
-    StartShard | RouterUp | RouterDown | Stop | StartRouter | ShardUp | ShardDown | Serving | Drain | ConfigChanged
+    StartShard
+    | RouterUp
+    | RouterDown
+    | Stop
+    | StartRouter
+    | ShardUp
+    | ShardDown
+    | MapRefused
+    | Serving
+    | Drain
+    | ConfigChanged
+    | SlotMapChanged
 )
-FromChild = Ready | Served | Fatal
+FromChild = Ready | Served | Fatal | CommitMove | SetShards
 
 _M = TypeVar("_M", bound=Message)
 
@@ -192,9 +247,20 @@ def _by_kind(*models: type[_M]) -> dict[object, type[_M]]:
 
 
 _TO_CHILD: dict[object, type[ToChild]] = _by_kind(
-    StartShard, RouterUp, RouterDown, Stop, StartRouter, ShardUp, ShardDown, Serving, Drain, ConfigChanged
+    StartShard,
+    RouterUp,
+    RouterDown,
+    Stop,
+    StartRouter,
+    ShardUp,
+    ShardDown,
+    MapRefused,
+    Serving,
+    Drain,
+    ConfigChanged,
+    SlotMapChanged,
 )
-_FROM_CHILD: dict[object, type[FromChild]] = _by_kind(Ready, Served, Fatal)
+_FROM_CHILD: dict[object, type[FromChild]] = _by_kind(Ready, Served, Fatal, CommitMove, SetShards)
 
 
 def encode(message: Message) -> bytes:

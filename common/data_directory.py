@@ -3,7 +3,7 @@
     LOCK          held with flock; says whose it is and where the runtime directory lies
     generation    the first number that no process of this directory has had
     slots.json    the slot map
-    shard-<n>/    what shard n owns
+    shard-<n>/    what shard n owns, for as many shards as the map has
 
 Children inherit the lock's descriptor, so the lock is free only when the last of them has ended: a
 server that starts after a kill cannot meet the shards of the one before. The ipc sockets lie in a
@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -25,6 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+import structlog
 
 from common.slots import SLOT_MAP_FILE, SlotMap
 
@@ -40,6 +43,9 @@ SOCKET_PATH_BYTES_MAX = 107
 SOCKET_NAME_BYTES = 30
 RUNTIME_PREFIX = "seppd-"
 RUNTIME_RANDOM_BYTES = 8  # what mkdtemp appends
+_SHARD_DIRECTORY = re.compile(r"shard-(0|[1-9][0-9]*)")
+
+log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 
 class DataDirectoryError(Exception):
@@ -107,24 +113,33 @@ class DataDirectory:
     def slot_map(self, configured_shards: int | None) -> SlotMap:
         """The stored slot map; a new directory gets one with `configured_shards`, None for half of the cores.
 
-        Raises DataDirectoryError when the number differs from what is stored or data is missing,
-        SlotMapError when the map cannot be used.
+        What a change of the number left undone when it was interrupted is finished here. Raises
+        DataDirectoryError when the number differs from what is stored or data is missing, SlotMapError when
+        the map cannot be used.
         """
         stored = SlotMap.load(self.path)
         if stored is None:
             return self._first_slot_map(configured_shards or half_of_the_cores())
         if configured_shards not in (None, stored.shards):
             raise DataDirectoryError(
-                f"server.shards is {configured_shards}, but {self.path} has {stored.shards} shards, and "
-                f"scripts/rebalance.py, which changes their number, is not in this version; leave server.shards out"
+                f"server.shards is {configured_shards}, but {self.path} has {stored.shards} shards; run `seppd "
+                f"rebalance apply --shards {configured_shards}`, set server.shards to {stored.shards}, or leave it out"
             )
         for shard in range(stored.shards):
             if not self.shard_path(shard).is_dir():
-                raise DataDirectoryError(
-                    f"{self.shard_path(shard)} is missing, and with it the jobs of shard {shard}; "
-                    f"restore it from a backup of this data directory"
-                )
+                self._replace_missing(shard, stored)
+        self._remove_left_over(stored.shards)
         return stored
+
+    def add_shard(self, shard: int) -> None:
+        """Make the empty directory of a shard that no map knows yet; what lay there is deleted. Raises OSError."""
+        self.remove_shard(shard)
+        self.shard_path(shard).mkdir(mode=0o700)
+
+    def remove_shard(self, shard: int) -> None:
+        """Delete the directory of a shard that no map knows any more. Raises OSError."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.shard_path(shard))
 
     def next_generation(self) -> int:
         """A number for a child process, larger than every one before, also in earlier lives of this directory."""
@@ -132,6 +147,34 @@ class DataDirectory:
             self._reserve_generations()
         self._next_generation += 1
         return self._next_generation - 1
+
+    def _replace_missing(self, shard: int, stored: SlotMap) -> None:
+        """An empty directory for a shard that has nothing to lose."""
+        path = self.shard_path(shard)
+        if shard in stored.owners:
+            raise DataDirectoryError(
+                f"{path} is missing, and with it the jobs of shard {shard}; "
+                f"restore it from a backup of this data directory"
+            )
+        try:
+            path.mkdir(mode=0o700)
+        except OSError as error:
+            raise DataDirectoryError(f"{path} cannot be created: {error.strerror}") from error
+        log.warning("directory of a shard without slots was missing and is made anew", path=str(path))
+
+    def _remove_left_over(self, shards: int) -> None:
+        """Delete what shards have left that were taken away: they owned nothing by then."""
+        for path in sorted(self.path.glob("shard-*")):
+            named = _SHARD_DIRECTORY.fullmatch(path.name)
+            if named is None or int(named[1]) < shards or path.is_symlink() or not path.is_dir():
+                continue
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                # It takes room and does no harm: the map does not know it.
+                log.warning("directory of a removed shard cannot be deleted", path=str(path), reason=error.strerror)
+            else:
+                log.info("directory of a removed shard deleted", path=str(path))
 
     def _first_slot_map(self, shards: int) -> SlotMap:
         """The directories come first and the map last: a map stands for directories that exist."""
@@ -162,6 +205,27 @@ class DataDirectory:
         except OSError as error:
             raise DataDirectoryError(f"{path} cannot be written: {error.strerror}") from error
         self._next_generation, self._reserved_below = first, first + GENERATION_BLOCK
+
+
+def holder_of(path: Path) -> int | None:
+    """The process that holds the lock of a data directory, None when nobody does.
+
+    0 when somebody does who is not named: it is just starting. Raises DataDirectoryError.
+    """
+    try:
+        lock_fd = os.open(path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataDirectoryError(f"{path / LOCK_FILE} cannot be read: {error.strerror}") from error
+    try:
+        # Shared, so that two who look at the same time do not see each other.
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(lock_fd).pid or 0
+    finally:
+        os.close(lock_fd)
+    return None
 
 
 def half_of_the_cores() -> int:

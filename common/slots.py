@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from zlib import crc32
 
 SLOT_COUNT = 4096
 SLOT_MAP_FILE = "slots.json"
+# Shards that a resharding may ask for: each is a process with a database of its own, of about 64 slots then.
+SHARDS_MAX = 64
 # Version of everything below the data directory. Raise it when a stored layout changes.
 FORMAT_VERSION = 1
 
@@ -56,8 +59,36 @@ class SlotMap:
         """The slots that a shard owns, in order."""
         return [slot for slot, owner in enumerate(self.owners) if owner == shard]
 
+    def changed_since(self, before: SlotMap) -> frozenset[int]:
+        """The slots that had another owner in an earlier map."""
+        return frozenset(slot for slot in range(SLOT_COUNT) if self.owners[slot] != before.owners[slot])
+
+    def moved(self, slots: Collection[int], target: int) -> SlotMap:
+        """The next map, in which `target` owns these slots. Raises SlotMapError for slots and shards that are none."""
+        if not all(0 <= slot < SLOT_COUNT for slot in slots):
+            raise SlotMapError(f"a slot is outside of 0 to {SLOT_COUNT - 1}")
+        owners = list(self.owners)
+        for slot in slots:
+            owners[slot] = target
+        return SlotMap(self.epoch + 1, self.shards, tuple(owners))
+
+    def resized(self, shards: int) -> SlotMap:
+        """The next map, with another number of shards and the same owners.
+
+        Raises SlotMapError when one of the shards that go owns a slot.
+        """
+        busy = sorted({owner for owner in self.owners if owner >= shards})
+        if busy:
+            named = ", ".join(map(str, busy))
+            raise SlotMapError(f"there cannot be {shards} shards while shard {named} owns slots; move them away first")
+        return SlotMap(self.epoch + 1, shards, self.owners)
+
     def save(self, directory: Path) -> None:
-        """Replace the file atomically; when this returns the new map is on the disk."""
+        """Replace the file atomically; when this returns the new map is on the disk.
+
+        Raises OSError when the old one still is, and SlotMapError when nobody can tell which one is: then
+        nothing may go on by either, and the next start goes by what it finds.
+        """
         text = json.dumps(
             {
                 "format": FORMAT_VERSION,
@@ -72,10 +103,10 @@ class SlotMap:
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
-        scratch.replace(path)
         folder = os.open(directory, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            scratch.replace(path)
+            _sync_replaced(folder, path)
         finally:
             os.close(folder)
 
@@ -108,3 +139,13 @@ class SlotMap:
             raise SlotMapError(
                 f"{path} is damaged ({error}); restore it from a backup of this data directory"
             ) from error
+
+
+def _sync_replaced(folder: int, path: Path) -> None:
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        raise SlotMapError(
+            f"{path} was replaced, and whether that is on the disk is not known ({error.strerror}); "
+            f"look after the disk and start seppd again"
+        ) from error

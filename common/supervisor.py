@@ -13,6 +13,12 @@ The life of a server:
     draining    routers end, none is started again; shards still are, for running calls need them
     stopping    shards end
 
+The slot map is the supervisor's. A router asks for each change, and **the replacement of the file is the
+change**: what was asked is checked, stored, taken over and told to everybody without an await in between, so
+that no process can be started with the map before. Shards that are added are made before the map knows them,
+and shards that are taken away end after it has forgotten them; what a crash leaves of either is cleared away
+at the next start.
+
 The supervisor does no work on jobs and decides nothing that a client waits for.
 """
 
@@ -21,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,18 +40,23 @@ from common.children import Backoff, Child, ChildTerms
 from common.config import ConfigError, Loaded, changed_keys, restart_keys, with_live
 from common.config_file import ConfigFile
 from common.control import (
+    CommitMove,
     ConfigChanged,
     ControlError,
     Drain,
     Fatal,
     JsonObject,
+    MapRefused,
+    Ready,
     RouterDown,
     RouterUp,
     Served,
     Serving,
+    SetShards,
     ShardAddress,
     ShardDown,
     ShardUp,
+    SlotMapChanged,
     StartRouter,
     StartShard,
     Stop,
@@ -54,7 +65,7 @@ from common.control import (
 )
 from common.data_directory import DataDirectory, DataDirectoryError, half_of_the_cores
 from common.listen_address import HeldAddress
-from common.slots import SlotMap
+from common.slots import SHARDS_MAX, SLOT_COUNT, SlotMap, SlotMapError
 
 log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
@@ -76,14 +87,22 @@ class Role(Enum):
     SHARD = "shard"
 
 
-@dataclass
+class _RefusedError(Exception):
+    """A change of the slot map that was not made; the text is one line."""
+
+
+@dataclass(eq=False)
 class _Place:
-    """Shard 2, say, whichever process fills it. `child` is the one that has its start message, if any."""
+    """Shard 2, say, whichever process fills it. `child` is the one that has its start message, if any.
+
+    `ending` is set when it is told to end: then no other process is started.
+    """
 
     role: Role
     index: int
     child: Child | None = None
     backoff: Backoff = field(default_factory=Backoff)
+    ending: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def name(self) -> str:
@@ -125,14 +144,16 @@ class Supervisor:
         self._routers = [_Place(Role.ROUTER, index) for index in range(routers)]
         self._is_serving = False
         self._stop_asked = asyncio.Event()
-        # Set when the children of a role are told to end: none of them is started again.
-        self._ending = {role: asyncio.Event() for role in Role}
         self._all_ready = asyncio.Event()
         self._all_serve = asyncio.Event()  # the health service of every router says so
         # Why the start failed: the first reason stays.
         self._start_failure: str | None = None
         self._start_failed = asyncio.Event()
+        # Of all places, those among them that are being taken away.
         self._keepers: dict[asyncio.Task[None], _Place] = {}
+        self._keepers_changed = asyncio.Event()
+        # Ends shards that were taken away and deletes what they have left; one at a time.
+        self._removal: asyncio.Task[None] | None = None
         self._exit_status = 0
         # From then on children end because they were killed: nothing to report.
         self._is_killing = False
@@ -140,8 +161,7 @@ class Supervisor:
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; the exit status. Raises StartError."""
         self._handle_signals(asyncio.get_running_loop())
-        for place in (*self._shards, *self._routers):
-            self._keepers[asyncio.create_task(self._keep(place), name=place.name)] = place
+        self._fill((*self._shards, *self._routers))
         watching = asyncio.create_task(self._watch_file(), name="config")
         try:
             await self._start()
@@ -175,8 +195,8 @@ class Supervisor:
         if self._stop_asked.is_set():
             log.info("already stopping", signal=why)
             return
-        log.info("stopping", signal=why, grace_ms=self._config.server.shutdown_grace_ms)
         self._stop_asked.set()
+        log.info("stopping", signal=why, grace_ms=self._config.server.shutdown_grace_ms)
 
     # -- configuration --------------------------------------------------------------------------
 
@@ -243,18 +263,19 @@ class Supervisor:
     async def _stop(self) -> None:
         """Routers first: running calls need the shards, and what a router did not confirm comes back in them."""
         grace_ms = self._config.server.shutdown_grace_ms
-        await self._end(
-            self._routers, Role.ROUTER, Drain(grace_ms=grace_ms), grace_ms / 1000 + self._terms.router_stop_s
-        )
-        if await self._end(self._shards, Role.SHARD, Stop(), self._terms.shard_stop_s):
+        await self._end(self._routers, Drain(grace_ms=grace_ms), grace_ms / 1000 + self._terms.router_stop_s)
+        if await self._end(self._shards, Stop(), self._terms.shard_stop_s):
             self._exit_status = 1
+        if self._removal is not None:
+            await self._removal
         log.info("stopped", status=self._exit_status)
 
-    async def _end(self, places: list[_Place], role: Role, message: ToChild, limit_s: float) -> bool:
-        """Tell all children of a role to end and wait for it; True when one had to be killed."""
-        self._ending[role].set()
+    async def _end(self, places: Collection[_Place], message: ToChild, limit_s: float) -> bool:
+        """Tell the children of some places to end and wait for it; True when one had to be killed."""
+        for place in places:
+            place.ending.set()
         self._send_to(places, message)
-        keepers = [task for task, place in self._keepers.items() if place.role is role]
+        keepers = [task for task, place in self._keepers.items() if place in places]
         _, late = await asyncio.wait(keepers, timeout=limit_s)
         for task in late:
             place = self._keepers[task]
@@ -266,38 +287,52 @@ class Supervisor:
 
     async def _first_of(self, *events: asyncio.Event) -> None:
         """Wait for the first of some events; what broke in a keeper is raised here."""
-        waits = [asyncio.create_task(event.wait()) for event in events]
+        waits = [asyncio.create_task(event.wait()) for event in (*events, self._keepers_changed)]
         try:
-            done, _ = await asyncio.wait((*waits, *self._keepers), return_when=asyncio.FIRST_COMPLETED)
-            for task in done.intersection(self._keepers):
-                await task
+            while not any(event.is_set() for event in events):
+                if self._keepers_changed.is_set():
+                    self._keepers_changed.clear()
+                    waits[-1] = asyncio.create_task(self._keepers_changed.wait())
+                await asyncio.wait(
+                    (*waits, *(keeper for keeper in self._keepers if not keeper.done())),
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for keeper in [keeper for keeper in self._keepers if keeper.done()]:
+                    await keeper
         finally:
             for wait in waits:
                 wait.cancel()
 
     async def _kill_all(self) -> None:
         """Whatever happened, no child outlives the supervisor. After an orderly stop there is none left."""
+        self._kill()
+        removal = () if self._removal is None else (self._removal,)
+        await asyncio.gather(*self._keepers, *removal, return_exceptions=True)
+
+    def _kill(self) -> None:
         self._is_killing = True
-        for role in Role:
-            self._ending[role].set()
-        for place in (*self._shards, *self._routers):
+        for place in self._keepers.values():
+            place.ending.set()
             if place.child is not None:
                 place.child.kill()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
 
     # -- one place ------------------------------------------------------------------------------
 
+    def _fill(self, places: Iterable[_Place]) -> None:
+        for place in places:
+            self._keepers[asyncio.create_task(self._keep(place), name=place.name)] = place
+        self._keepers_changed.set()
+
     async def _keep(self, place: _Place) -> None:
-        """Fill a place with one process after another until its role ends."""
-        ending = self._ending[place.role]
-        while not ending.is_set():
+        """Fill a place with one process after another until it ends."""
+        while not place.ending.is_set():
             ready_s = await self._run_child(place)
-            if ending.is_set() or self._start_failed.is_set():
+            if place.ending.is_set() or self._start_failed.is_set():
                 return
             delay_s = place.backoff.delay_s(ready_s)
             log.info("child is started again", child=place.name, delay_s=delay_s)
             with suppress(TimeoutError):
-                await asyncio.wait_for(ending.wait(), delay_s)
+                await asyncio.wait_for(place.ending.wait(), delay_s)
 
     async def _run_child(self, place: _Place) -> float:
         """One process from start to end; how many seconds it was ready."""
@@ -308,7 +343,7 @@ class Supervisor:
         except (DataDirectoryError, OSError) as error:
             self._report_end(place, f"cannot be started: {error}")
             return 0.0
-        if self._ending[place.role].is_set():  # asked to end while it was being started: it knows of nothing yet
+        if place.ending.is_set():  # asked to end while it was being started: it knows of nothing yet
             child.kill()
         # No await between these: nothing can happen that the start message does not tell and no later one will.
         place.child = child
@@ -334,18 +369,21 @@ class Supervisor:
                     child.fatal_text = one_line(message.text)
                     self._fail_start(f"{place.name}: {child.fatal_text}")
                     break
-                if isinstance(message, Served):
-                    self._on_served(child)
-                else:
-                    self._on_ready(place, child)
+                match message:
+                    case Served():
+                        self._on_served(child)
+                    case CommitMove() | SetShards():
+                        self._on_map_request(place, child, message)
+                    case Ready():
+                        self._on_ready(place, child)
         except ControlError as error:
             child.fatal_text = f"was killed: {error}"
             child.kill()
-        if not self._ending[place.role].is_set():  # an ending child has its own, longer limit
+        if not place.ending.is_set():  # an ending child has its own, longer limit
             asyncio.get_running_loop().call_later(self._terms.silent_end_s, self._kill_silent, place, child)
 
     def _kill_silent(self, place: _Place, child: Child) -> None:
-        if place.child is child and not self._ending[place.role].is_set():
+        if place.child is child and not place.ending.is_set():
             log.error("child has closed its channel, did not end and is killed", child=place.name, pid=child.pid)
             child.kill()
 
@@ -382,11 +420,11 @@ class Supervisor:
         if self._is_killing:
             return
         how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        if not self._ending[place.role].is_set():
+        if not place.ending.is_set():
             self._report_end(place, child.fatal_text or f"{how}, see its log above")
         elif status != 0:
             log.error("child did not end in order", child=place.name, how=how)
-            if place.role is Role.SHARD:
+            if place in self._shards:  # one that was taken away had nothing left to lose
                 self._exit_status = 1
 
     def _report_end(self, place: _Place, reason: str) -> None:
@@ -403,6 +441,129 @@ class Supervisor:
 
     def _start_is_over(self) -> bool:
         return self._is_serving or self._stop_asked.is_set()
+
+    # -- the slot map ---------------------------------------------------------------------------
+
+    def _on_map_request(self, place: _Place, child: Child, request: CommitMove | SetShards) -> None:
+        """Change the slot map, or refuse. No await in here: see the beginning of this module."""
+        if place.child is not child:
+            return  # everybody has been told that it ended, and what it was doing with it
+        try:
+            if isinstance(request, CommitMove):
+                self._commit_move(request)
+            else:
+                self._set_shards(request.shards)
+        except _RefusedError as refused:
+            if self._is_killing:
+                return
+            log.warning("slot map not changed", asked_by=place.name, reason=str(refused))
+            child.send(MapRefused(request=request.request, text=one_line(str(refused))))
+
+    def _commit_move(self, move: CommitMove) -> None:
+        """Raises _RefusedError."""
+        source = self._owner_of(move.slots)
+        if not 0 <= move.target < len(self._shards) or move.target == source:
+            raise _RefusedError(f"shard {move.target} cannot be given slots of shard {source}")
+        for index, generation in ((source, move.source_generation), (move.target, move.target_generation)):
+            child = self._shards[index].child
+            if child is None or child.generation != generation:
+                raise _RefusedError(f"shard {index} was started again during the move; move the slots again")
+        self._replace_map(self._slot_map.moved(move.slots, move.target))
+        log.info("slots moved", slots=len(move.slots), source=source, target=move.target, epoch=self._slot_map.epoch)
+
+    def _owner_of(self, slots: list[int]) -> int:
+        """The only owner of some slots. Raises _RefusedError."""
+        if not slots or not all(0 <= slot < SLOT_COUNT for slot in slots):
+            raise _RefusedError(f"these are no slots: {slots}")
+        owners = {self._slot_map.owners[slot] for slot in slots}
+        if len(owners) != 1:
+            raise _RefusedError("the slots belong to several shards")
+        return owners.pop()
+
+    def _set_shards(self, shards: int) -> None:
+        """Raises _RefusedError."""
+        if not 1 <= shards <= SHARDS_MAX:
+            raise _RefusedError(f"there can be 1 to {SHARDS_MAX} shards, not {shards}")
+        if not self._is_serving or self._stop_asked.is_set():
+            raise _RefusedError("the number of shards can change only while the server serves")
+        if self._removal is not None:
+            raise _RefusedError("shards that were taken away are still ending; try again later")
+        if shards > len(self._shards):
+            self._grow(shards)
+        elif shards < len(self._shards):
+            self._shrink(shards)
+        else:
+            raise _RefusedError(f"there are {shards} shards already")
+        configured = self._loaded.config.server.shards  # what the next start reads, if nobody changes it
+        if configured not in (None, shards):
+            log.warning(
+                "server.shards is another number than that of the shards: the next start is refused until it is "
+                "changed or left out",
+                configured=configured,
+                shards=shards,
+            )
+
+    def _grow(self, shards: int) -> None:
+        """Directories first: a map stands for directories that exist."""
+        added = [_Place(Role.SHARD, index) for index in range(len(self._shards), shards)]
+        try:
+            for place in added:
+                self._directory.add_shard(place.index)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        self._replace_map(self._slot_map.resized(shards))
+        self._shards += added
+        self._fill(added)
+        log.info("shards added", shards=len(self._shards), added=len(added), epoch=self._slot_map.epoch)
+
+    def _shrink(self, shards: int) -> None:
+        try:
+            slot_map = self._slot_map.resized(shards)
+        except SlotMapError as error:
+            raise _RefusedError(str(error)) from error
+        self._replace_map(slot_map)
+        removed = self._shards[shards:]
+        del self._shards[shards:]
+        self._removal = asyncio.create_task(self._remove(removed), name="removal")
+        log.info("shards taken away", shards=len(self._shards), removed=len(removed), epoch=self._slot_map.epoch)
+
+    async def _remove(self, places: list[_Place]) -> None:
+        """End shards that own nothing any more, and delete their directories. Whatever is left when this is
+        cut off, the next start deletes."""
+        try:
+            await self._end(places, Stop(), self._terms.shard_stop_s)
+            for keeper in [keeper for keeper, place in self._keepers.items() if place in places]:
+                del self._keepers[keeper]
+            self._keepers_changed.set()
+            for place in places:
+                await asyncio.to_thread(self._directory.remove_shard, place.index)
+                log.info("directory of a removed shard deleted", path=str(self._directory.shard_path(place.index)))
+        except OSError as error:
+            log.warning("directory of a removed shard cannot be deleted", path=error.filename, reason=error.strerror)
+        finally:
+            self._removal = None
+
+    def _replace_map(self, slot_map: SlotMap) -> None:
+        """The switch: store the map, take it over, tell everybody. Raises _RefusedError while the old one holds."""
+        try:
+            slot_map.save(self._directory.path)
+        except OSError as error:
+            raise self._cannot_write(error) from error
+        except SlotMapError as error:
+            # Nobody may act by either map: the next start goes by what is on the disk then.
+            log.error("the server ends at once", reason=str(error))
+            self._exit_status = 1
+            self._ask_to_stop("disk error")
+            self._kill()
+            raise _RefusedError(str(error)) from error
+        self._slot_map = slot_map
+        changed = SlotMapChanged(epoch=slot_map.epoch, shards=slot_map.shards, owners=list(slot_map.owners))
+        self._send_to((*self._shards, *self._routers), changed)
+
+    def _cannot_write(self, error: OSError) -> _RefusedError:
+        return _RefusedError(
+            f"{self._directory.path} cannot be written ({error.strerror}): make room there; nothing was changed"
+        )
 
     # -- messages -------------------------------------------------------------------------------
 

@@ -2,12 +2,12 @@
 
 An envelope is one ZeroMQ message, a msgpack array. A router sends operations,
 
-    [WIRE_VERSION, generation, router, number, [operation, …]]
+    [WIRE_VERSION, generation, router, number, epoch, [operation, …]]
 
 and a shard answers each such envelope with one that carries its number, and with envelopes of
 number 0 for what comes later (a parked poll that is answered, a watch that fires):
 
-    [WIRE_VERSION, generation, shard, number, [result, …]]
+    [WIRE_VERSION, generation, shard, number, epoch, [result, …]]
 
 An operation is `[op_id, Op, argument, …]`, a result `[op_id, status, data]`. Op ids are never used
 twice by any router (each counts on from a random start). `status` is a gRPC status code; `data` is
@@ -16,6 +16,9 @@ durations in milliseconds, instants in milliseconds since the Unix epoch.
 
 The generation is that of the shard process: a process refuses what was meant for its predecessor,
 because the clients of those operations may have been told that they were not done.
+
+The epoch is that of the sender's slot map. A shard that does not own what an operation is about
+answers MOVED, with its own epoch as data: nothing was done, and the router routes it again.
 """
 
 from __future__ import annotations
@@ -25,7 +28,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgpack
 
-WIRE_VERSION = 1
+from common import job_ids
+from common.slots import slot_of
+
+WIRE_VERSION = 2
+# A result's status beside those of gRPC: the shard does not own a slot of the operation.
+MOVED = 100
 # What a job, and a dead letter without its reason, add to an answer besides the body, at most: id,
 # instants, attempt, framing. Router and shard cut answers by the same count.
 JOB_OVERHEAD_BYTES = 96
@@ -79,14 +87,44 @@ class Op(IntEnum):
     RESOLVE = 19
     # transaction → None; at the home: nobody can ask about it any more
     FORGET = 20
+    # a MoveCommand and its arguments → see there
+    MOVE = 21
+
+
+class MoveCommand(StrEnum):
+    """The steps of a move of slots from one shard to another, with arguments and the data of results.
+
+    A row is [family, key, value]; the value is None where the target must have nothing. A move belongs
+    to the router that asks for its steps: when that router ends, both sides let go of it.
+    """
+
+    # at the target: slots → whether nothing (any more) is stored of them here; ask again until it is so
+    CLEAR = "clear"
+    # at the source: slots → None. From now on changes of them are noted.
+    OPEN = "open"
+    # at the source: max_bytes → [[row, …], done]: what is stored of them, part by part
+    READ = "read"
+    # at the source: max_bytes → [[row, …], how many are left]: what has changed since it was read
+    CHANGES = "changes"
+    # at the source: → whether all is quiet. New operations on the slots wait from now on; it is quiet
+    # when nothing that was begun before is open, and then nothing changes any more.
+    HOLD = "hold"
+    # at the source: → None. What was held is done; changes are noted as before.
+    PAUSE = "pause"
+    # at the source: → None. The move is given up: what was held is done.
+    RESUME = "resume"
+    # at the target: [row, …], wall_ms of the router → None. The target's time never runs behind that.
+    RECEIVE = "receive"
+    # at the target: → None. The move is given up: what was received is deleted.
+    DISCARD = "discard"
 
 
 class AdminCommand(StrEnum):
     """What operators look at and do, with arguments and the data of results.
 
     Each is a bounded piece of work. What may be longer takes a cursor, b"" at first, and gives the
-    next one with its result, None when it is done. All of them but QUEUES, TOTALS, DEAD and FIND are
-    NOT_FOUND for a queue that nothing is stored of.
+    next one with its result, None when it is done. All that take a name are NOT_FOUND for a queue that
+    nothing is stored of.
     """
 
     # cursor → [[QueueRow, …], cursor]
@@ -113,6 +151,12 @@ class AdminCommand(StrEnum):
     REQUEUE = "requeue"
     # name, [[failed_at_ms, job id], …] → how many dead letters were deleted
     DELETE_DEAD = "delete_dead"
+    # → how many transactions are kept that others need: prepared, or decided and not forgotten
+    TRANSACTIONS = "transactions"
+    # cursor → [[[slot, jobs, bytes], …], cursor]: what slots hold, dead letters counted, bytes estimated
+    SLOTS = "slots"
+    # cursor → [[[finding, …], records looked at], cursor]: whether all that is stored is where it belongs
+    VERIFY = "verify"
 
 
 class Vote(IntEnum):
@@ -248,6 +292,7 @@ class Envelope(NamedTuple):
     generation: int
     sender: str
     number: int
+    epoch: int
     items: list[list[Any]]
 
 
@@ -258,9 +303,9 @@ class WireError(Exception):
 _packer = msgpack.Packer(autoreset=True)
 
 
-def pack(generation: int, sender: str, number: int, items: list[list[Any]]) -> bytes:
+def pack(generation: int, sender: str, number: int, items: list[list[Any]], epoch: int = 1) -> bytes:
     """Not for use from several threads at once: the packer is shared."""
-    packed: bytes = _packer.pack((WIRE_VERSION, generation, sender, number, items))
+    packed: bytes = _packer.pack((WIRE_VERSION, generation, sender, number, epoch, items))
     return packed
 
 
@@ -273,3 +318,38 @@ def unpack(message: bytes) -> Envelope:
     if envelope.version != WIRE_VERSION:
         raise WireError(f"envelope of version {envelope.version}, this process speaks {WIRE_VERSION}")
     return envelope
+
+
+# Admin commands whose first argument is the name of a queue.
+_OF_A_QUEUE = frozenset(
+    {
+        AdminCommand.QUEUE,
+        AdminCommand.JOBS,
+        AdminCommand.PURGE,
+        AdminCommand.CLOSE,
+        AdminCommand.REMOVE,
+        AdminCommand.REQUEUE,
+        AdminCommand.DELETE_DEAD,
+    }
+)
+
+
+def slots_of(operation: Operation) -> set[int]:
+    """The slots that an operation is about; none where it is about an operation, a transaction or a whole shard."""
+    match operation[1]:
+        case Op.ENQUEUE | Op.ENQUEUE_ATOMIC:
+            return {slot_of(job[0]) for job in operation[3]}
+        case Op.PREPARE:
+            return {slot_of(job[0]) for job in operation[5]}
+        case Op.RESERVE | Op.WATCH | Op.KNOWN:
+            return {slot_of(queue) for queue in operation[2]}
+        case Op.ACK | Op.NACK | Op.EXTEND:
+            return {job_ids.slot(operation[2])}
+        case Op.DRAIN:
+            return set() if operation[2] is None else {slot_of(operation[2])}
+        case Op.ADMIN if operation[2] in _OF_A_QUEUE:
+            return {slot_of(operation[3])}
+        case Op.ADMIN if operation[2] == AdminCommand.FIND:
+            return {job_ids.slot(operation[3])}
+        case _:
+            return set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import inf
 from pathlib import Path
@@ -22,8 +22,10 @@ from google.protobuf.message import Message
 from common import admin_pb2 as pb
 from common import queue_pb2
 from common.admin_socket import SERVICE, SOCKET_FILE, socket_target
-from router.admin import Admin, Refused, Shards
+from common.slots import SlotMap
+from router.admin import Admin, Patience, Refused, Shards, Slots
 from router.front import INTERNAL_TEXT, Call, Status, shortened
+from router.resharding import MoveDone, MoveOutcome
 
 # Calls at a time; a deletion that waits for jobs in flight takes one for as long as it waits.
 THREADS = 8
@@ -31,6 +33,8 @@ THREADS = 8
 ANSWER_S = 30.0
 # How long calls may go on when the server stops, in seconds. They look for its end between operations.
 STOP_GRACE_S = 1.0
+# How often a call that changes the slot map looks whether its caller still waits, in seconds.
+LOOK_S = 0.5
 # Records of one step of a drain; `limits.max_reserve_batch` can lower it.
 DRAIN_BATCH = 256
 SOCKET_MODE = 0o600
@@ -39,13 +43,27 @@ log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _Request = TypeVar("_Request", bound=Message)
+_Outcome = TypeVar("_Outcome")
 
 
 class Router(Protocol):
-    """What the service needs of the router that it is part of. Both return at once, from any thread."""
+    """What the service needs of the router that it is part of. All return at once, from any thread.
+
+    What is given as `done` is called once and must not block.
+    """
 
     def ask(self, shard: int, arguments: list[Any], done: Callable[[int, Any], None]) -> None:
-        """Send an operation without its id; status and data go to `done`, which must not block."""
+        """Send an operation without its id; status and data go to `done`."""
+
+    def slot_map(self) -> SlotMap:
+        """The one that holds now."""
+
+    def begin_move(self, slots: list[int], target: int, bytes_per_second: int, done: MoveDone) -> None:
+        """Move slots of one shard to another; 0 bytes per second is as fast as it goes. `done` gets what
+        came of it, or why not."""
+
+    def set_shards(self, shards: int, done: Callable[[str | None], None]) -> None:
+        """Change the number of shards. `done` gets None, or why not."""
 
     def call_trusted(self, call: Call) -> None:
         """Take a call as one of a client, without asking for its key."""
@@ -58,12 +76,12 @@ class Router(Protocol):
 
 
 class AdminService:
-    """The service on `directory`/admin.sock. `owners[slot]` is the shard of each slot."""
+    """The service on `directory`/admin.sock."""
 
-    def __init__(self, directory: Path, router: Router, owners: Sequence[int], shard_count: int) -> None:
+    def __init__(self, directory: Path, router: Router) -> None:
         self._directory = directory
         self._router = router
-        self._admin = Admin(_Asking(router), owners, shard_count)
+        self._admin = Admin(_Asking(router), _Changing(router))
         self._stopping = threading.Event()
         self._server: grpc.Server | None = None
 
@@ -124,6 +142,10 @@ class AdminService:
                 self._drain, request_deserializer=pb.DrainDeadLettersRequest.FromString
             ),
             "ListShards": self._unary(pb.ListShardsRequest, lambda request, _: admin.list_shards(request)),
+            "ShowSlotMap": self._unary(pb.ShowSlotMapRequest, lambda request, _: admin.show_slot_map(request)),
+            "SetShards": self._unary(pb.SetShardsRequest, admin.set_shards),
+            "MoveSlots": self._unary(pb.MoveSlotsRequest, admin.move_slots),
+            "VerifyShard": self._unary(pb.VerifyShardRequest, lambda request, _: admin.verify_shard(request)),
         }
 
     def _unary(self, kind: type[_Request], answer: Callable[[_Request, _CallPatience], Message]) -> Any:
@@ -211,6 +233,37 @@ class _Asking(Shards):
             return answer.result(ANSWER_S)
         except TimeoutError:
             return Status.UNAVAILABLE, f"shard {shard} does not answer"
+
+
+class _Changing(Slots):
+    """Changes of the slot map for a thread that waits for what comes of them."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    def slot_map(self) -> SlotMap:
+        return self._router.slot_map()
+
+    def move(self, slots: list[int], target: int, bytes_per_second: int, patience: Patience) -> MoveOutcome | str:
+        outcome: Future[MoveOutcome | str] = Future()
+        self._router.begin_move(slots, target, bytes_per_second, outcome.set_result)
+        return _awaited(outcome, patience)
+
+    def set_shards(self, shards: int, patience: Patience) -> str | None:
+        outcome: Future[str | None] = Future()
+        self._router.set_shards(shards, outcome.set_result)
+        return _awaited(outcome, patience)
+
+
+def _awaited(outcome: Future[_Outcome], patience: Patience) -> _Outcome:
+    """What comes, however long it takes. Raises Refused when nobody waits for it any more."""
+    while True:
+        try:
+            return outcome.result(LOOK_S)
+        except TimeoutError:
+            if patience.is_over():
+                text = "the server stops, or the caller has gone: what comes of the change is not known here"
+                raise Refused(Status.UNAVAILABLE, text) from None
 
 
 class _DrainCall:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from common.wire import MOVED
 from router.front import Status
 from router.outbound import Pending
 
@@ -16,7 +17,8 @@ Done: TypeAlias = Callable[[int, Any], None]
 
 
 class AskFlow:
-    """An operation that is not held for a shard that is down: then it is UNAVAILABLE at once."""
+    """An operation that is not held for a shard that is down: then it is UNAVAILABLE at once, and MOVED
+    when the shard does not own its slot any more."""
 
     def __init__(self, core: Core, shard: int, done: Done) -> None:
         self._core = core
@@ -37,6 +39,9 @@ class AskFlow:
 
     def lost(self, op_id: int) -> None:
         self._done(Status.UNAVAILABLE, f"shard {self._shard} ended meanwhile")
+
+    def moved(self, op_id: int) -> None:
+        self._done(MOVED, None)
 
     def hold(self) -> None:
         if self._pending is not None and self._core.shards[self._shard].withdraw(self._pending):

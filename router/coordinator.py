@@ -8,6 +8,7 @@ How it works. PREPARE goes to every participant at once; the home is the first s
     a refusal    ABORT to all; the client gets every shard's refusals in order of index.
     busy         what is not decided holds a key, or the last places of a queue: ABORT to all, and from
                  the start under a new id after a moment.
+    moved        a slot has another owner by now: ABORT to all, and from the start by the new map.
     a shard down or lost before DECIDE was sent
                  ABORT to all: nothing is or will be committed, UNAVAILABLE.
     lost after DECIDE was sent
@@ -41,6 +42,10 @@ BUSY_RETRY_MAX_MS = 250
 BUSY_RETRIES_MAX = 24
 
 
+# Of a transaction whose home was taken away: shards are not while they keep a decision that somebody needs.
+_WITHOUT_HOME = Fate.ABORTED
+
+
 class _Sent(NamedTuple):
     """An operation whose result has not come."""
 
@@ -62,6 +67,7 @@ class Transaction:
         self._id = 0
         self._retries = 0
         self._is_answered = False
+        self._has_moved = False
         self._out: dict[int, _Sent] = {}  # by op id
         self._votes: dict[int, tuple[Vote, Any]] = {}
         self._failure: tuple[Status, str] | None = None
@@ -109,12 +115,21 @@ class Transaction:
             if sent.kind == Op.COMMIT:
                 self._wait_no_longer_than_the_client()
 
+    def moved(self, op_id: int) -> None:
+        sent = self._out.pop(op_id)
+        if sent.kind == Op.PREPARE:
+            self._has_moved = True
+            self._conclude_when_voted()
+        elif sent.kind in (Op.DECIDE, Op.RESOLVE):
+            self._decided(_WITHOUT_HOME)
+        # Else its shard was taken away, which does not happen while it keeps something of this.
+
     def timer_fired(self) -> None:
         if self._votes or self._failure:  # decided, and its client cannot be kept waiting any longer
             text = "a shard ended while the batch was being committed: it may have been stored"
             self._fail(Status.ABORTED, text)
         else:
-            self.begin()
+            self._begin_again()
 
     # -- the protocol -------------------------------------------------------------------------
 
@@ -125,6 +140,9 @@ class Transaction:
         if self._failure is not None:
             self._abort()
             self._fail(*self._failure)
+        elif self._has_moved:
+            self._abort()
+            self._begin_again()
         elif Vote.REFUSED in votes:
             self._abort()
             self._reply(answers.atomic_rejection(self._rejections()))
@@ -188,6 +206,19 @@ class Transaction:
             return
         self._votes.clear()
         self._core.set_timer(self, now.mono_ms + delay_ms)
+
+    def _begin_again(self) -> None:
+        """Under a new id, with the jobs where their slots are by now; this one has still to hear of its aborts."""
+        jobs = sorted((entry for part in self._parts.values() for entry in part), key=lambda entry: entry[0])
+        parts = self._core.parts(jobs)
+        if len(parts) > 1:
+            self._parts = parts
+            self._home = next(iter(parts))
+            self._has_moved = False
+            self.begin()
+        else:
+            self._is_answered = True
+            self._core.begin_atomic(self._call, parts)
 
     def _lost(self, sent: _Sent, status: Status, text: str) -> None:
         """A shard ended with an operation of ours: what that means depends on how far we were."""
@@ -253,11 +284,17 @@ class Recovery:
         self._out: dict[int, tuple[Op, int, list[Any]]] = {}
 
     def resolve(self, home: int, coordinator: str) -> None:
-        self._send(Op.RESOLVE, home, [coordinator])
+        if home < self._core.slot_map.shards:
+            self._send(Op.RESOLVE, home, [coordinator])
+        else:
+            self._send(Op.ABORT, self._shard, [])
 
     def finish(self, participants: list[int]) -> None:
         for shard in participants:
-            self._send(Op.COMMIT, shard, [])
+            if shard < self._core.slot_map.shards:  # one that was taken away had committed
+                self._send(Op.COMMIT, shard, [])
+        if not self._out:
+            self._send(Op.FORGET, self._shard, [])
 
     def result(self, op_id: int, status: int, data: Any) -> None:
         kind, shard, arguments = self._out.pop(op_id)
@@ -272,6 +309,11 @@ class Recovery:
 
     def lost(self, op_id: int) -> None:
         self._send(*self._out.pop(op_id))
+
+    def moved(self, op_id: int) -> None:
+        """Its shard was taken away."""
+        kind, _, _ = self._out[op_id]
+        self.result(op_id, Status.OK, _WITHOUT_HOME if kind == Op.RESOLVE else None)
 
     def hold(self) -> None:
         """It waits as long as it takes; nobody's call hangs on it."""

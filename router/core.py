@@ -2,7 +2,7 @@
 
 It does no I/O and reads no clock: calls, envelopes, timers, shards that come and go and a new
 configuration are events that the shell brings, each with the time; replies and envelopes are what
-comes out, gathered in `replies` and in each shard's `messages` for the shell to carry away. Nothing
+comes out, gathered in `replies`, `requests` and each shard's `messages` for the shell to carry away. Nothing
 in here blocks, so the shell can hold one lock around it.
 
 The way of a call: `arrived` checks the key and the request (`admission`), then a flow takes it. A
@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 
 from common import job_ids, queue_pb2
 from common.config_sections import Config
-from common.slots import slot_of
+from common.slots import SlotMap, slot_of
 from common.wire import EnqueueJob, Op, Question, unpack
 from router import admission, answers
 from router.admission import IsKnown, Refusal
@@ -30,8 +30,9 @@ from router.coordinator import Recovery, Transaction
 from router.drains import DrainFlow
 from router.flows import RANDOM_BYTES_PER_JOB, EnqueueFlow, KnownFlow, Part, SingleFlow, atomic_answer
 from router.front import WATCHED_METHODS, Call, Status
-from router.outbound import Outbound
+from router.outbound import Outbound, Pending
 from router.polls import Poll
+from router.resharding import MoveDone, Request, Resharding
 
 # How long a call without a deadline is held for a shard that is down, and what is left of a deadline
 # when the others are told that nothing was done, in ms.
@@ -79,16 +80,15 @@ class Timed(Protocol):
 
 
 class Core:
-    """One router. `owners[slot]` is the shard of each slot. Op ids count on from `first_op_id`, which
-    the shell draws at random so that no two routers ever use the same."""
+    """One router. Op ids count on from `first_op_id`, which the shell draws at random so that no two
+    routers ever use the same."""
 
     def __init__(
         self,
         name: str,
         version: str,
         config: Config,
-        owners: tuple[int, ...],
-        shards: int,
+        slot_map: SlotMap,
         first_op_id: int,
         random_bytes: Callable[[int], bytes],
     ) -> None:
@@ -96,15 +96,20 @@ class Core:
         self.config = config
         self.now = Moment(0, 0)
         self.replies: list[Reply] = []
-        self.shards = [Outbound(index, name) for index in range(shards)]
+        self.requests: list[Request] = []
+        self.slot_map = slot_map
+        # By index. Those beyond the map's number belonged to shards that were taken away, and are down.
+        self.shards = [Outbound(index, name, slot_map.epoch) for index in range(slot_map.shards)]
         self.draining = False
         self._version = version
-        self._owners = owners
         self._op_id = first_op_id
         self.random_bytes = random_bytes
         # Calls whose end the front tells of, by id() of the call.
         self._watched: dict[int, Watched] = {}
         self._recoveries: dict[int, Recovery] = {}  # by transaction
+        self._resharding = Resharding(self)
+        # What came back from shards that knew a newer map than this router does.
+        self._early: list[tuple[Outbound, Pending, int]] = []
         self._timers: list[tuple[int, int, Timed]] = []
         self._timer_count = 0
         self._timers_max = TIMERS_SPARE  # how many there may be before those that wait no more are dropped
@@ -177,6 +182,9 @@ class Core:
                 questions, outbound.questions = outbound.questions, []
                 for question in questions:
                     self._recover(outbound.index, question)
+                if outbound.returned:
+                    self._take_back(outbound)
+                break
         self._pump()
 
     def shard_up(self, shard: int, generation: int, now: Moment) -> None:
@@ -224,7 +232,76 @@ class Core:
     def is_settled(self) -> bool:
         """Every shard has heard, and has said so, of what was delivered and what is given back. A router that
         ends sooner takes that with it: leases would end that workers hold, and others would be held by nobody."""
-        return all(outbound.is_settled for outbound in self.shards)
+        return all(outbound.is_settled for outbound in self.shards[: self.slot_map.shards])
+
+    # -- slots that move ------------------------------------------------------------------------
+
+    def begin_move(
+        self,
+        slots: list[int],
+        target: int,
+        bytes_per_second: int,
+        done: MoveDone,
+        now: Moment,
+    ) -> None:
+        """Move slots of one shard to another; `done` gets what came of it or, as one line, why it did not."""
+        self.now = now
+        self._resharding.begin_move(slots, target, bytes_per_second, done)
+        self._pump()
+
+    def set_shards(self, shards: int, done: Callable[[str | None], None], now: Moment) -> None:
+        """Change the number of shards; `done` gets None or, as one line, why it was not."""
+        self.now = now
+        self._resharding.set_shards(shards, done)
+        self._pump()
+
+    def map_changed(self, slot_map: SlotMap, now: Moment) -> None:
+        """The slot map was replaced. What was sent to former owners comes back, and goes to the new ones
+        before what is begun from now on."""
+        self.now = now
+        before, self.slot_map = self.slot_map, slot_map
+        changed = slot_map.changed_since(before)
+        for index in range(before.shards, slot_map.shards):
+            self.shards[index : index + 1] = [Outbound(index, self.name, slot_map.epoch)]
+        for outbound in self.shards:
+            outbound.epoch = slot_map.epoch
+        unsent = [pending for outbound in self.shards for pending in outbound.unsent_of(changed)]
+        early, self._early = self._early, []
+        for outbound, pending, epoch in early:
+            self._send_again(outbound, pending, epoch)
+        for outbound in self.shards:
+            outbound.block_until_back(changed, lambda slot: self.shards[slot_map.owners[slot]])
+        for pending in unsent:
+            _send_to_owner(pending)
+        for index in range(slot_map.shards, before.shards):
+            outbound, self.shards[index] = self.shards[index], Outbound(index, self.name, slot_map.epoch)
+            for pending in outbound.close():
+                _send_to_owner(pending)
+        self._resharding.map_changed()
+        self._pump()
+
+    def map_refused(self, request: int, text: str, now: Moment) -> None:
+        """The supervisor did not do what was asked of it with this number."""
+        self.now = now
+        self._resharding.refused(request, text)
+        self._pump()
+
+    def _take_back(self, outbound: Outbound) -> None:
+        returned, outbound.returned = outbound.returned, []
+        for pending, epoch in returned:
+            self._send_again(outbound, pending, epoch)
+
+    def _send_again(self, outbound: Outbound, pending: Pending, epoch: int) -> None:
+        """An operation came back from a shard whose map has this epoch."""
+        if epoch > self.slot_map.epoch:
+            self._early.append((outbound, pending, epoch))
+            return
+        for other in self.shards:
+            other.is_returning = True
+        _send_to_owner(pending)
+        for other in self.shards:
+            other.is_returning = False
+        outbound.is_back(pending)
 
     def _recover(self, shard: int, question: list[Any]) -> None:
         """A shard asks about a transaction whose coordinator has died; it asks again until it is settled."""
@@ -254,7 +331,33 @@ class Core:
         return self._op_id
 
     def shard_of(self, queue: str) -> int:
-        return self._owners[slot_of(queue)]
+        return self.slot_map.owners[slot_of(queue)]
+
+    def parts(self, jobs: Iterable[tuple[int, EnqueueJob]]) -> dict[int, Part]:
+        """Jobs with their places in a batch, by the shard that they go to."""
+        parts: dict[int, Part] = {}
+        for index, job in jobs:
+            shard = self.shard_of(job.queue)
+            part = parts.get(shard)
+            if part is None:
+                part = parts[shard] = Part()
+            part.add(index, job)
+        return parts
+
+    def begin_atomic(self, call: Call, parts: dict[int, Part]) -> None:
+        """An atomic batch whose jobs are admitted."""
+        if len(parts) > 1:
+            Transaction(self, call, parts).begin()
+            return
+        ((shard, part),) = parts.items()
+        entropy = self.random_bytes(RANDOM_BYTES_PER_JOB * len(part.jobs))
+        SingleFlow(
+            self,
+            call,
+            shard,
+            lambda data: atomic_answer(part.jobs, data),
+            lambda: self.begin_atomic(call, self.parts(part)),
+        ).begin(Op.ENQUEUE_ATOMIC, [entropy, part.jobs], part.size)
 
     def set_timer(self, timed: Timed, at_ms: int) -> None:
         """Fire once at a monotonic instant; replaces an earlier timer of the same object."""
@@ -353,30 +456,15 @@ class Core:
         errors = [(index, job) for index, job in enumerate(jobs) if not isinstance(job, EnqueueJob)]
         if errors:
             self.reply(call, answers.atomic_rejection(errors))
-        elif self._is_busy(call, parts):
-            pass
-        elif len(parts) > 1:
-            Transaction(self, call, parts).begin()
-        else:
-            ((shard, part),) = parts.items()
-            flow = SingleFlow(self, call, shard, lambda data: atomic_answer(part.jobs, data))
-            entropy = self.random_bytes(RANDOM_BYTES_PER_JOB * len(part.jobs))
-            flow.begin(Op.ENQUEUE_ATOMIC, [entropy, part.jobs], part.size)
+        elif not self._is_busy(call, parts):
+            self.begin_atomic(call, parts)
 
     def _admitted(
         self, request: queue_pb2.EnqueueBatchRequest, is_known: IsKnown
     ) -> tuple[list[EnqueueJob | queue_pb2.JobRejection], dict[int, Part]]:
         """The jobs of a batch as they were admitted or rejected, and the admitted ones by shard."""
         jobs = [admission.admit(job, self.config, self.now.wall_ms, is_known) for job in request.jobs]
-        parts: dict[int, Part] = {}
-        for index, job in enumerate(jobs):
-            if isinstance(job, EnqueueJob):
-                shard = self.shard_of(job.queue)
-                part = parts.get(shard)
-                if part is None:
-                    part = parts[shard] = Part()
-                part.add(index, job)
-        return jobs, parts
+        return jobs, self.parts((index, job) for index, job in enumerate(jobs) if isinstance(job, EnqueueJob))
 
     def _reserve(self, call: Call) -> None:
         request = queue_pb2.ReserveRequest.FromString(call.request)
@@ -397,7 +485,7 @@ class Core:
         if isinstance(terms, Refusal):
             self._refuse(call, terms)
             return
-        shards = range(len(self.shards)) if terms.queue is None else [self.shard_of(terms.queue)]
+        shards = range(self.slot_map.shards) if terms.queue is None else [self.shard_of(terms.queue)]
         if not self._is_busy(call, shards):
             drain = DrainFlow(self, call, terms, shards)
             self._watched[id(call)] = drain
@@ -432,10 +520,16 @@ class Core:
     def _lease_call(
         self, call: Call, job_id: bytes, kind: Op, arguments: list[Any], answer: Callable[[Any], bytes]
     ) -> None:
-        shard = self._owners[job_ids.slot(job_id)]
+        shard = self.slot_map.owners[job_ids.slot(job_id)]
         if not self._is_busy(call, [shard]):
-            SingleFlow(self, call, shard, answer).begin(kind, [job_id, *arguments])
+            again = lambda: self._lease_call(call, job_id, kind, arguments, answer)  # noqa: E731
+            SingleFlow(self, call, shard, answer, again).begin(kind, [job_id, *arguments])
 
     def _server_info(self, call: Call) -> None:
         queue_pb2.GetServerInfoRequest.FromString(call.request)
         self.reply(call, answers.server_info(self.config, self.now.wall_ms, self._version))
+
+
+def _send_to_owner(pending: Pending) -> None:
+    if pending.flow is not None:
+        pending.flow.moved(pending.op_id)

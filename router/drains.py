@@ -35,12 +35,8 @@ class DrainFlow:
         self._closed = False
 
     def begin(self) -> None:
-        core = self._core
         for shard in self._shards:
-            op_id = core.next_op_id()
-            max_bytes = core.config.limits.max_response_bytes
-            operation = [op_id, Op.DRAIN, self._terms.queue, self._terms.max_records, max_bytes]
-            self._pending[op_id] = shard, core.shards[shard].add(operation, self)
+            self._ask(shard)
 
     def result(self, op_id: int, status: int, data: Any) -> None:
         shard, _ = self._pending.pop(op_id)
@@ -67,6 +63,13 @@ class DrainFlow:
                 self._failure = Status.UNAVAILABLE, f"shard {shard} is down: nothing was drained"
         self._finish_if_done()
 
+    def moved(self, op_id: int) -> None:
+        del self._pending[op_id]
+        if self._terms.queue is not None and not self._closed:
+            self._ask(self._core.shard_of(self._terms.queue))
+        else:  # a shard that was taken away has none
+            self._finish_if_done()
+
     def closed(self) -> None:
         self._closed = True
         self.timer_at = 0
@@ -84,6 +87,13 @@ class DrainFlow:
 
     def stop_waiting(self) -> None:
         """It does not wait."""
+
+    def _ask(self, shard: int) -> None:
+        core = self._core
+        op_id = core.next_op_id()
+        max_bytes = core.config.limits.max_response_bytes
+        operation = [op_id, Op.DRAIN, self._terms.queue, self._terms.max_records, max_bytes]
+        self._pending[op_id] = shard, core.shards[shard].add(operation, self)
 
     def _finish_if_done(self) -> None:
         if self._closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from common.queue_pb2 import JobRejection
@@ -28,6 +28,9 @@ class Part:
         self.jobs: list[EnqueueJob] = []
         self.size = 0
 
+    def __iter__(self) -> Iterator[tuple[int, EnqueueJob]]:
+        return zip(self.indexes, self.jobs, strict=True)
+
     def add(self, index: int, job: EnqueueJob) -> None:
         self.indexes.append(index)
         self.jobs.append(job)
@@ -43,30 +46,26 @@ class EnqueueFlow:
         self._call = call
         self._outcomes: list[answers.Outcome | None] = list(rejected)
         self._parts = parts
-        self._pending: dict[int, tuple[int, Pending]] = {}  # op id: shard, operation
+        self._pending: dict[int, tuple[int, Part, Pending]] = {}  # op id: shard, jobs, operation
         self._failures: list[tuple[Status, str]] = []
+        self._anything_stored = False
 
     def begin(self) -> None:
-        core = self._core
-        for shard, part in self._parts.items():
-            op_id = core.next_op_id()
-            entropy = core.random_bytes(RANDOM_BYTES_PER_JOB * len(part.jobs))
-            operation = [op_id, Op.ENQUEUE, entropy, part.jobs]
-            self._pending[op_id] = shard, core.shards[shard].add(operation, self, part.size)
+        self._send(self._parts)
         self._finish_if_done()
 
     def result(self, op_id: int, status: int, data: Any) -> None:
-        shard, _ = self._pending.pop(op_id)
+        _, part, _ = self._pending.pop(op_id)
         if status != Status.OK:
             self._failures.append((Status(status), data))
         else:
-            part = self._parts[shard]
+            self._anything_stored = True
             for index, job, outcome in zip(part.indexes, part.jobs, data, strict=True):
                 self._outcomes[index] = _outcome(job, outcome)
         self._finish_if_done()
 
     def lost(self, op_id: int) -> None:
-        shard, _ = self._pending.pop(op_id)
+        shard, _, _ = self._pending.pop(op_id)
         self._failures.append((Status.ABORTED, f"shard {shard} ended meanwhile: the jobs may have been stored"))
         self._finish_if_done()
 
@@ -74,12 +73,24 @@ class EnqueueFlow:
         if not self.timer_at:
             self._core.set_timer(self, self._core.hold_until(self._call))
 
+    def moved(self, op_id: int) -> None:
+        _, part, _ = self._pending.pop(op_id)
+        self._send(self._core.parts(part))
+
     def timer_fired(self) -> None:
-        for op_id, (shard, pending) in list(self._pending.items()):
+        for op_id, (shard, _, pending) in list(self._pending.items()):
             if self._core.shards[shard].withdraw(pending):
                 del self._pending[op_id]
                 self._failures.append((Status.UNAVAILABLE, f"shard {shard} is down: nothing was stored"))
         self._finish_if_done()
+
+    def _send(self, parts: dict[int, Part]) -> None:
+        core = self._core
+        for shard, part in parts.items():
+            op_id = core.next_op_id()
+            entropy = core.random_bytes(RANDOM_BYTES_PER_JOB * len(part.jobs))
+            operation = [op_id, Op.ENQUEUE, entropy, part.jobs]
+            self._pending[op_id] = shard, part, core.shards[shard].add(operation, self, part.size)
 
     def _finish_if_done(self) -> None:
         if self._pending:
@@ -97,7 +108,7 @@ class EnqueueFlow:
         text = "; ".join(text for _, text in self._failures)
         if Status.INTERNAL in statuses:
             return Status.INTERNAL, text
-        if statuses == {Status.UNAVAILABLE} and len(self._failures) == len(self._parts):
+        if statuses == {Status.UNAVAILABLE} and not self._anything_stored:
             return Status.UNAVAILABLE, text
         return Status.ABORTED, text
 
@@ -111,7 +122,7 @@ class KnownFlow:
         self._call = call
         self._by_shard = by_shard
         self._then = then
-        self._pending: dict[int, tuple[int, Pending]] = {}  # op id: shard, operation
+        self._pending: dict[int, tuple[int, list[str], Pending]] = {}  # op id: shard, queues, operation
         self._known: set[str] = set()
         self._ended = False
 
@@ -120,22 +131,26 @@ class KnownFlow:
             self._ask(shard, queues)
 
     def result(self, op_id: int, status: int, data: Any) -> None:
-        shard, _ = self._pending.pop(op_id)
+        _, queues, _ = self._pending.pop(op_id)
         if self._ended:
             return
         if status != Status.OK:
             self._end()
             self._core.fail(self._call, Status(status), data)
             return
-        self._known.update(queue for queue, known in zip(self._by_shard[shard], data, strict=True) if known)
+        self._known.update(queue for queue, known in zip(queues, data, strict=True) if known)
         if not self._pending:
             self._end()
             self._then(self._known.__contains__)
 
     def lost(self, op_id: int) -> None:
-        shard, _ = self._pending.pop(op_id)
+        self.moved(op_id)  # a question does no harm twice
+
+    def moved(self, op_id: int) -> None:
+        _, queues, _ = self._pending.pop(op_id)
         if not self._ended:
-            self._ask(shard, self._by_shard[shard])  # a question does no harm twice
+            for queue in queues:
+                self._ask(self._core.shard_of(queue), [queue])
 
     def hold(self) -> None:
         if not self.timer_at:
@@ -164,23 +179,29 @@ class KnownFlow:
 
     def _withdraw(self) -> list[int]:
         """Take back the questions that have not been sent; returns their shards."""
-        return [shard for shard, pending in self._pending.values() if self._core.shards[shard].withdraw(pending)]
+        return [shard for shard, _, pending in self._pending.values() if self._core.shards[shard].withdraw(pending)]
 
     def _ask(self, shard: int, queues: list[str]) -> None:
         op_id = self._core.next_op_id()
         pending = self._core.shards[shard].add([op_id, Op.KNOWN, queues], self)
-        self._pending[op_id] = shard, pending
+        self._pending[op_id] = shard, queues, pending
 
 
 class SingleFlow:
-    """A call that is one operation on one shard: an ack, nack or extend, an atomic batch that lives there."""
+    """A call that is one operation on one shard: an ack, nack or extend, an atomic batch that lives there.
 
-    def __init__(self, core: Core, call: Call, shard: int, answer: Callable[[Any], bytes]) -> None:
+    `again` begins it anew, where its slot is by then.
+    """
+
+    def __init__(
+        self, core: Core, call: Call, shard: int, answer: Callable[[Any], bytes], again: Callable[[], None]
+    ) -> None:
         self.timer_at = 0
         self._core = core
         self._call = call
         self._shard = shard
         self._answer = answer
+        self._again = again
         self._pending: Pending | None = None
 
     def begin(self, kind: Op, arguments: list[Any], size: int = 0) -> None:
@@ -199,6 +220,10 @@ class SingleFlow:
         self.timer_at = 0
         text = f"shard {self._shard} ended meanwhile: this may have been done"
         self._core.fail(self._call, Status.ABORTED, text)
+
+    def moved(self, op_id: int) -> None:
+        self.timer_at = 0
+        self._again()
 
     def hold(self) -> None:
         if not self.timer_at:

@@ -39,6 +39,13 @@ class ShardLinks:
             link.close(linger=0)
             self._outgoing[shard] = None
 
+    def resize(self, shards: int) -> None:
+        """There are this many shards from now on; what goes to shards that are no more is dropped."""
+        for shard in range(shards, len(self._outgoing)):
+            self.disconnect(shard)
+        del self._outgoing[shards:]
+        self._outgoing += [None] * (shards - len(self._outgoing))
+
     def send(self, shard: int, message: bytes) -> None:
         link = self._outgoing[shard]
         assert link is not None, "an envelope for a shard that is down"

@@ -4,15 +4,20 @@ Operations gather here until an envelope may leave: at most `ENVELOPES_OUT` are 
 time, so an idle shard gets an operation at once and a busy one gets them in batches that grow with
 the load. When the shard's process ends, what had not been sent waits for its successor, and what
 had been sent is handed back to the flows as lost: it may or may not have happened.
+
+When slots move, operations that had been sent to their old shard may come back as MOVED, and go to the
+new one. So that they stay in the order in which they were begun, the way to the new shard is blocked
+until they have come back, and they are put before what was begun later.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from common import wire
-from common.wire import Op, Operation, Result
+from common.wire import MOVED, Op, Operation, Result, slots_of
 from router.front import Status
 
 # Envelopes on the way to a shard or being answered. Two, so that the shard can apply one while it
@@ -39,6 +44,9 @@ class Flow(Protocol):
     def hold(self) -> None:
         """An operation that has not been sent waits for a shard that is down."""
 
+    def moved(self, op_id: int) -> None:
+        """Another shard owns the slots of this operation by now: it was not done, and has to be sent there."""
+
 
 class Pending:
     """One operation with the flow that waits for its result; `flow` is None where nobody does."""
@@ -62,15 +70,23 @@ class Pending:
 class Outbound:
     """One router's way to one shard. `messages` are envelopes ready to be sent; the shell takes them."""
 
-    def __init__(self, index: int, router: str) -> None:
+    def __init__(self, index: int, router: str, epoch: int) -> None:
         self.index = index
+        self.epoch = epoch  # of the slot map by which operations are sent here
         self.messages: list[bytes] = []
         self.questions: list[Any] = []  # what the shard asks of its own accord; the core takes them
         self._router = router
         self.generation = 0  # 0: the shard is down
         self._unsent: deque[Pending] = deque()
         self._sent: dict[int, Pending] = {}
-        self._withdrawn = 0  # of those in `_unsent`
+        self._withdrawn = 0  # of those in `_unsent` and `_later`
+        # Operations that came back, with the shard's epoch; the core takes them. Then it sends those again
+        # that have moved, and says so here, because these go before what waits in `_later`.
+        self.returned: list[tuple[Pending, int]] = []
+        self.is_returning = False
+        self._later: deque[Pending] = deque()
+        self._blocked_by: set[int] = set()  # op ids that are out at former owners
+        self._blocks: dict[int, set[Outbound]] = {}  # by op id that is out here
         self._waiting_bytes = 0
         self._parked = 0
         self._number = 0
@@ -89,12 +105,16 @@ class Outbound:
     @property
     def is_settled(self) -> bool:
         """The shard has heard everything that is for it, and has said so."""
-        is_said = len(self._unsent) == self._withdrawn and not (self._kept or self._confirmed or self._given_back)
+        is_said = not (self._waiting or self._kept or self._confirmed or self._given_back)
         return is_said and (not self.generation or self._number == self._answered)
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._unsent) + len(self._later) - self._withdrawn
 
     def is_full(self, capacity: int) -> bool:
         """Whether as many operations wait for this shard as may (`storage.command_queue_capacity`)."""
-        waiting = len(self._unsent) - self._withdrawn + len(self._sent) - self._parked
+        waiting = self._waiting + len(self._sent) - self._parked
         return waiting >= capacity or self._waiting_bytes >= WAITING_BYTES_MAX
 
     # -- operations ---------------------------------------------------------------------------
@@ -102,7 +122,10 @@ class Outbound:
     def add(self, operation: Operation, flow: Flow | None, size: int = 0, parks: bool = False) -> Pending:
         """Send an operation as soon as may be."""
         pending = Pending(operation, flow, size, parks)
-        self._unsent.append(pending)
+        if self._blocked_by and not self.is_returning:
+            self._later.append(pending)
+        else:
+            self._unsent.append(pending)
         self._waiting_bytes += size
         if flow is not None and not self.generation:
             flow.hold()
@@ -130,7 +153,7 @@ class Outbound:
         pending.withdrawn = True  # it is passed over when its turn comes: looking for it would cost more
         self._withdrawn += 1
         self._waiting_bytes -= pending.size
-        if self._withdrawn > len(self._unsent) // 2 + WITHDRAWN_SPARE:
+        if self._withdrawn > len(self._unsent) // 2 + WITHDRAWN_SPARE and not self._later:
             # Its turn may be far: while the shard is down, calls come, wait and give up.
             self._unsent = deque(pending for pending in self._unsent if not pending.withdrawn)
             self._withdrawn = 0
@@ -142,17 +165,22 @@ class Outbound:
         if pending is None:
             return False
         self._done(pending)
+        self._unblock(op_id)
         return True
 
     def pump(self) -> None:
         """Form the envelopes that may leave now."""
         while (
             self.generation
+            and not self._blocked_by
             and self._number - self._answered < ENVELOPES_OUT
             and (len(self._unsent) > self._withdrawn or self._kept or self._confirmed or self._given_back)
         ):
             self._number += 1
-            self.messages.append(wire.pack(self.generation, self._router, self._number, self._next_items()))
+            self.messages.append(self._next_envelope())
+
+    def _next_envelope(self) -> bytes:
+        return wire.pack(self.generation, self._router, self._number, self._next_items(), self.epoch)
 
     def _next_items(self) -> list[Operation]:
         items, self._kept = self._kept, []
@@ -197,12 +225,13 @@ class Outbound:
         self._parked = 0
         for pending in sent.values():
             self._waiting_bytes -= pending.size
-        for pending in list(self._unsent):
+        for pending in [*self._unsent, *self._later]:
             if pending.flow is not None and not pending.withdrawn:
                 pending.flow.hold()
         for pending in sent.values():
             if pending.flow is not None:
                 pending.flow.lost(pending.op_id)
+            self._unblock(pending.op_id)
 
     def take(self, number: int, results: list[Result]) -> None:
         """An envelope came from the shard: it has applied all of ours up to `number`."""
@@ -214,8 +243,12 @@ class Outbound:
             pending = self._sent.pop(op_id, None)
             if pending is not None:
                 self._done(pending)
+                if status == MOVED:
+                    self.returned.append((pending, data))
+                    continue
                 if pending.flow is not None:
                     pending.flow.result(op_id, status, data)
+                self._unblock(op_id)
         if number > self._answered:
             self._answered = number
             for answered in [n for n in self._giving_back if n <= number]:
@@ -225,3 +258,40 @@ class Outbound:
         self._waiting_bytes -= pending.size
         if pending.parks:
             self._parked -= 1
+
+    # -- slots that move ------------------------------------------------------------------------
+
+    def unsent_of(self, slots: Collection[int]) -> list[Pending]:
+        """Take back what has not been sent of operations that are about these slots."""
+        unsent = [pending for pending in (*self._unsent, *self._later) if not pending.withdrawn]
+        found = [pending for pending in unsent if not slots_of(pending.operation).isdisjoint(slots)]
+        return [pending for pending in found if self.withdraw(pending)]
+
+    def close(self) -> list[Pending]:
+        """The shard was taken away, and this is used no more. Returns what had not been sent."""
+        self.went_down()
+        return [pending for pending in (*self._unsent, *self._later) if self.withdraw(pending)]
+
+    def block_until_back(self, slots: Collection[int], owner_of: Callable[[int], Outbound]) -> None:
+        """What is out about these slots goes before anything that is sent to their new owners from now on."""
+        for op_id, pending in self._sent.items():
+            if pending.parks:
+                continue
+            for slot in slots_of(pending.operation).intersection(slots):
+                self._blocks.setdefault(op_id, set()).add(owner_of(slot))
+        for op_id, blocked in self._blocks.items():
+            for outbound in blocked:
+                outbound._blocked_by.add(op_id)
+
+    def is_back(self, pending: Pending) -> None:
+        """An operation that came back from here has been sent to its new owner."""
+        self._unblock(pending.op_id)
+
+    def _unblock(self, op_id: int) -> None:
+        if not self._blocks:
+            return
+        for outbound in self._blocks.pop(op_id, ()):
+            outbound._blocked_by.discard(op_id)
+            if not outbound._blocked_by:
+                outbound._unsent.extend(outbound._later)
+                outbound._later.clear()

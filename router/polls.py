@@ -38,6 +38,7 @@ class Poll:
         self._core = core
         self._call = call
         self._terms = terms
+        self._epoch = core.slot_map.epoch
         self._runs = self._by_shard(terms.queues)
         self._max_bytes = core.config.limits.max_response_bytes
         self._run = 0
@@ -57,10 +58,7 @@ class Poll:
             # No longer than the client waits: nothing is leased into a call that has ended.
             left_ms = self._call.deadline * 1000 - self._core.now.wall_ms
             self._core.set_timer(self, self._core.now.mono_ms + int(max(0, min(wait_ms, left_ms))))
-        if self._may_pass_over():
-            self._claim_again()
-        else:
-            self._claim_run()
+        self._begin_claims()
 
     # -- events -------------------------------------------------------------------------------
 
@@ -109,13 +107,33 @@ class Poll:
             if len(self._runs) > 1 or self._wait_is_over:
                 self._next_run()
             else:
-                self._claim_run()
+                self._begin_claims()
             return
         for shard, pending in list(self._watches.items()):
             if pending.op_id == op_id:
                 del self._watches[shard]
-                if not self._ended:
+                if self._ended:
+                    return
+                if self._is_planned_by_the_map:
                     self._watch(shard)
+                elif self._claim is None:
+                    self._begin_claims()
+
+    def moved(self, op_id: int) -> None:
+        if self._claim is not None and self._claim[1].op_id == op_id:
+            self._claim = None
+            if self._ended:
+                pass
+            elif self._is_cancelling:  # it was parked, so there had been nothing
+                self._answer()
+            else:
+                self._begin_claims()
+            return
+        for shard, pending in list(self._watches.items()):
+            if pending.op_id == op_id:
+                del self._watches[shard]
+                if not self._ended and self._claim is None:
+                    self._begin_claims()
 
     def hold(self) -> None:
         if self._ended:
@@ -157,6 +175,29 @@ class Poll:
             self._answer()
 
     # -- claims -------------------------------------------------------------------------------
+
+    @property
+    def _is_planned_by_the_map(self) -> bool:
+        """Nothing may be sent by an older plan: a shard trusts routers to know what it owns by their map."""
+        return self._epoch == self._core.slot_map.epoch
+
+    def _begin_claims(self) -> None:
+        """From the first queue on, where its slot is by now."""
+        if not self._is_planned_by_the_map:
+            self._plan_again()
+        self._run = 0
+        if self._jobs:  # the order of the queues would not hold for more
+            self._answer()
+        elif self._may_pass_over():
+            self._claim_again()
+        else:
+            self._claim_run()
+
+    def _plan_again(self) -> None:
+        """Slots have moved: watches and wake-ups are of the old plan."""
+        self._epoch = self._core.slot_map.epoch
+        self._runs = self._by_shard(self._terms.queues)
+        self._end_watches()
 
     def _claim_run(self) -> None:
         shard, queues = self._runs[self._run]
@@ -203,6 +244,9 @@ class Poll:
 
     def _next_run(self) -> None:
         """The claim of this run is through: the next run of a shard that is up, or what there is."""
+        if not self._is_planned_by_the_map:
+            self._begin_claims()
+            return
         core = self._core
         while True:
             self._run += 1
@@ -280,8 +324,13 @@ class Poll:
             shard, pending = self._claim
             if self._cancel(shard, pending) and (woken := pending.operation[_SETTLES]):
                 self._woken[shard] = woken
+        self._end_watches()
+
+    def _end_watches(self) -> None:
+        """Cancel watches, and pass wake-ups on."""
         for shard, pending in self._watches.items():
             self._cancel(shard, pending)
+        self._watches.clear()
         for shard, op_id in self._woken.items():
             self._core.shards[shard].add([self._core.next_op_id(), Op.CANCEL, op_id], None)
         self._woken.clear()
@@ -327,3 +376,6 @@ class _Cancelled:
 
     def hold(self) -> None:
         """Nobody waits for it."""
+
+    def moved(self, op_id: int) -> None:
+        """Its shard was taken away."""

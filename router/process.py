@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -22,26 +23,32 @@ from common.config_errors import ConfigError
 from common.config_sections import Config
 from common.config_tls import read_tls
 from common.control import (
+    CommitMove,
     ConfigChanged,
     ControlLink,
     Drain,
     Fatal,
+    MapRefused,
     Ready,
     Served,
     Serving,
+    SetShards,
     ShardDown,
     ShardUp,
+    SlotMapChanged,
     StartRouter,
     ToChild,
     one_line,
 )
+from common.slots import SlotMap
 from common.wire import WireError
 from router.admin_service import AdminService
 from router.asks import Done
 from router.core import Core, Moment, Reply
-from router.front import Call, Front, FrontError, FrontOptions
+from router.front import Call, Front, FrontError, FrontOptions, Status
 from router.fronts import make_front
 from router.links import ShardLinks
+from router.resharding import Commit, MoveDone, Request
 
 # How long a router that ends waits at most for shards to hear what became of its last answers, in seconds.
 SETTLE_S = 1.0
@@ -72,12 +79,12 @@ class RouterProcess:
         self._messages = messages
         self._ends: SimpleQueue[Drain | None] = SimpleQueue()
         self._start_config = Config.model_validate(start.config)
+        self._slot_map = SlotMap(start.epoch, start.shards, tuple(start.owners))
         self._core = Core(
             name=start.name,
             version=__version__,
             config=self._start_config,
-            owners=tuple(start.owners),
-            shards=start.shards,
+            slot_map=self._slot_map,
             first_op_id=int.from_bytes(os.urandom(8), "big") >> 2,
             random_bytes=os.urandom,
         )
@@ -148,7 +155,7 @@ class RouterProcess:
         if self._start.index != 0:
             return None
         directory = Path(self._start_config.server.db_path)
-        admin = AdminService(directory, self, self._start.owners, self._start.shards)
+        admin = AdminService(directory, self)
         admin.start()
         return admin
 
@@ -156,7 +163,25 @@ class RouterProcess:
 
     def ask(self, shard: int, arguments: list[Any], done: Done) -> None:
         with self._lock:
-            self._core.ask(shard, arguments, done, moment())
+            if shard < self._slot_map.shards:
+                self._core.ask(shard, arguments, done, moment())
+            else:
+                done(Status.UNAVAILABLE, f"shard {shard} was taken away")
+            replies = self._carry()
+        self._answer(replies)
+
+    def slot_map(self) -> SlotMap:
+        return self._slot_map
+
+    def begin_move(self, slots: list[int], target: int, bytes_per_second: int, done: MoveDone) -> None:
+        with self._lock:
+            self._core.begin_move(slots, target, bytes_per_second, done, moment())
+            replies = self._carry()
+        self._answer(replies)
+
+    def set_shards(self, shards: int, done: Callable[[str | None], None]) -> None:
+        with self._lock:
+            self._core.set_shards(shards, done, moment())
             replies = self._carry()
         self._answer(replies)
 
@@ -196,6 +221,9 @@ class RouterProcess:
                 for message in shard.messages:
                     self._links.send(shard.index, message)
                 shard.messages.clear()
+        for request in core.requests:
+            self._control.send(_message_of(request))
+        core.requests.clear()
         timer = core.next_timer_ms()
         if timer is not None and timer < self._sleeps_until:
             self._sleeps_until = timer
@@ -275,10 +303,13 @@ class RouterProcess:
                 case ShardUp():
                     self._shard_up(message.index, message.generation, message.address)
                 case ShardDown():
-                    self._take_envelopes()  # what it sent before it ended still counts
+                    if message.index < self._slot_map.shards:  # else it was taken away, as has been heard before
+                        self._shard_down(message.index, message.generation)
+                case SlotMapChanged():
+                    self._map_changed(SlotMap(message.epoch, message.shards, tuple(message.owners)))
+                case MapRefused():
                     with self._lock:
-                        self._links.disconnect(message.index)
-                        self._core.shard_down(message.index, message.generation, moment())
+                        self._core.map_refused(message.request, message.text, moment())
                         replies = self._carry()
                     self._answer(replies)
                 case Serving():
@@ -298,3 +329,33 @@ class RouterProcess:
             self._core.shard_up(shard, generation, moment())
             replies = self._carry()
         self._answer(replies)
+
+    def _shard_down(self, shard: int, generation: int) -> None:
+        self._take_envelopes()  # what it sent before it ended still counts
+        with self._lock:
+            self._links.disconnect(shard)
+            self._core.shard_down(shard, generation, moment())
+            replies = self._carry()
+        self._answer(replies)
+
+    def _map_changed(self, slot_map: SlotMap) -> None:
+        self._take_envelopes()  # also of shards that are taken away
+        with self._lock:
+            self._slot_map = slot_map  # first: whoever waits for the change asks for it next
+            self._core.map_changed(slot_map, moment())
+            self._links.resize(slot_map.shards)
+            replies = self._carry()
+        self._answer(replies)
+
+
+def _message_of(request: Request) -> CommitMove | SetShards:
+    """What the core asks of the supervisor, as it is sent."""
+    if isinstance(request, Commit):
+        return CommitMove(
+            request=request.number,
+            slots=request.slots,
+            target=request.target,
+            source_generation=request.source_generation,
+            target_generation=request.target_generation,
+        )
+    return SetShards(request=request.number, shards=request.shards)

@@ -4,6 +4,7 @@
     .venv/bin/python scripts/simulate.py --seeds 500 --seed 7000  seeds 7 000 to 7 499
     .venv/bin/python scripts/simulate.py --seed 7                 one seed, with its last events
     .venv/bin/python scripts/simulate.py --seed 7 --trace         one seed, with all of them
+    .venv/bin/python scripts/simulate.py --seeds 9 --style moves   9 seeds, all about slots that move
 
 Exit status 1 when something was found; it says which seed, and how to see it again.
 """
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from router.front import METHODS  # noqa: E402
+from tests.simulation.shape import Style  # noqa: E402
 from tests.simulation.simulation import Tally, explanation, run, run_many  # noqa: E402
 
 # Seeds that one process is given at a time: about two seconds of work.
@@ -46,17 +48,18 @@ def main(
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds to run.")] = None,
     seed: Annotated[int, typer.Option(help="The first seed; without --seeds the only one, shown event by event.")] = 0,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each run; unset: what the seed draws.")] = None,
+    style: Annotated[Style | None, typer.Option(help="What the runs are about; unset: what the seed draws.")] = None,
     trace: Annotated[bool, typer.Option(help="Show all events of one seed, not the last ones only.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="How many processes run at once.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="The summary as one JSON object on stdout.")] = False,
 ) -> None:
     """Run seeds of the simulator."""
     if seeds is None:
-        outcome = run(seed, steps)
-        print(explanation(seed, steps, None if trace else 60))
+        outcome = run(seed, steps, style=style)
+        print(explanation(seed, steps, None if trace else 60, style))
         raise typer.Exit(outcome.finding is not None)
     began = time.monotonic()
-    tally = _run_all(range(seed, seed + seeds), steps, jobs, quiet=as_json)
+    tally = _run_all(range(seed, seed + seeds), steps, style, jobs, quiet=as_json)
     seconds = time.monotonic() - began
     if as_json:
         print(json.dumps(_summary(tally, seconds)))
@@ -64,31 +67,31 @@ def main(
         _show(tally, seconds)
     if tally.findings:
         first, _ = min(tally.findings)
-        print(explanation(first, steps), file=sys.stderr)
+        print(explanation(first, steps, style=style), file=sys.stderr)
     raise typer.Exit(bool(tally.findings))
 
 
-def _run_all(seeds: range, steps: int | None, jobs: int, quiet: bool) -> Tally:
+def _run_all(seeds: range, steps: int | None, style: Style | None, jobs: int, quiet: bool) -> Tally:
     seen: Counter[str] = Counter()
     findings: list[tuple[int, str]] = []
     columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console, disable=quiet) as progress:
         bar = progress.add_task("", total=len(seeds))
-        for tally in _tallies(seeds, steps, jobs):
+        for tally in _tallies(seeds, steps, style, jobs):
             seen.update(tally.seen)
             findings += tally.findings
             progress.update(bar, advance=tally.seeds, description=f"{len(findings)} findings" if findings else "")
     return Tally(len(seeds), seen, sorted(findings))
 
 
-def _tallies(seeds: range, steps: int | None, jobs: int) -> Iterator[Tally]:
+def _tallies(seeds: range, steps: int | None, style: Style | None, jobs: int) -> Iterator[Tally]:
     chunks = [seeds[place : place + CHUNK] for place in range(0, len(seeds), CHUNK)]
     if jobs == 1:
-        yield from (run_many(chunk, steps) for chunk in chunks)
+        yield from (run_many(chunk, steps, style) for chunk in chunks)
         return
     # Spawned, not forked: a process begins like one that was started by hand.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(run_many, chunk, steps) for chunk in chunks]):
+        for done in as_completed([pool.submit(run_many, chunk, steps, style) for chunk in chunks]):
             yield done.result()
 
 

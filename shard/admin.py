@@ -89,6 +89,9 @@ class Mover(Protocol):
     def drop_queue(self, queue: Queue) -> None:
         """Forget a queue of which nothing is stored but its record."""
 
+    def open_transactions(self) -> int:
+        """How many transactions are kept that others need."""
+
 
 class Removed(NamedTuple):
     """What one step has removed, and where the next one begins."""
@@ -108,7 +111,8 @@ class _Refused(Exception):
 class Admin:
     """The commands of operators on one shard."""
 
-    def __init__(self, holdings: Holdings, mover: Mover) -> None:
+    def __init__(self, holdings: Holdings, mover: Mover, others: Mapping[str, Callable[..., Any]]) -> None:
+        """`others` are the commands that are not in here."""
         self._store = holdings.store
         self._holdings = holdings
         self._mover = mover
@@ -125,6 +129,8 @@ class Admin:
             AdminCommand.REMOVE: self._remove,
             AdminCommand.REQUEUE: self._requeue,
             AdminCommand.DELETE_DEAD: self._delete_dead,
+            **others,
+            AdminCommand.TRANSACTIONS: self._mover.open_transactions,
         }
 
     def run(self, command: str, arguments: list[Any], now: Instant) -> tuple[int, Any]:
@@ -167,8 +173,9 @@ class Admin:
 
     def _some_queues(self, cursor: bytes, limit: int) -> tuple[list[Queue], bytes | None]:
         rows = self._store.scan(Family.QUEUES, cursor, _END, limit)
-        found = [self._holdings.by_number[keys.read_queue_key(key)] for key, _ in rows]
-        return found, _after(rows) if len(rows) == limit else None
+        # Rows that arrive with their slot, or are left of one that has gone, are of no queue here.
+        found = [self._holdings.by_number.get(keys.read_queue_key(key)) for key, _ in rows]
+        return [queue for queue in found if queue is not None], _after(rows) if len(rows) == limit else None
 
     def _row(self, queue: Queue) -> QueueRow:
         return QueueRow(
@@ -281,9 +288,12 @@ class Admin:
 
     def _dead_row(self, key: bytes, value: bytes) -> JobRow | None:
         slot, number, failed_at_ms, _ = keys.read_dead_key(key)
+        queue = self._holdings.by_number.get((slot, number))
+        if queue is None:  # of a slot that arrives, or has gone
+            return None
         letter = keys.read_dead_value(value)
         return JobRow(
-            queue=self._holdings.by_number[slot, number].name,
+            queue=queue.name,
             job_id=letter.job_id,
             state=JobState.DEAD,
             attempt=letter.final_attempt,

@@ -7,6 +7,7 @@ never lost). Handed out records are passed over by other drains, so nobody else 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 
@@ -133,6 +134,17 @@ class DeadLetters:
 
     def is_handed_out(self, key: bytes) -> bool:
         return key in self._out
+
+    def has_handed_out(self, slots: Container[int]) -> bool:
+        """Whether a record of one of these slots is handed out."""
+        return any(keys.slot_of_key(key) in slots for key in self._out)
+
+    def start_of(self, queue: Queue) -> bytes:
+        """Where the records of a queue begin that are not handed out; its end when all are."""
+        head = self._heads.get(queue)
+        if head is None:
+            return keys.queue_end(queue.slot, queue.number)
+        return keys.dead_key(queue.slot, queue.number, *head)
 
     def oldest_failed_at(self) -> int | None:
         """`failed_at` of the oldest record that is not handed out, wall milliseconds."""

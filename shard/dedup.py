@@ -17,9 +17,17 @@ from shard.timers import SlotTimers
 class DedupKeys:
     """The idempotency records of a shard. Instants are wall milliseconds; the caller counts `queue.keys`."""
 
-    def __init__(self, store: Store, slots: Iterable[int]) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._expiry = SlotTimers(Family.DEDUP_EXPIRY, store, slots)
+        self._expiry = SlotTimers(Family.DEDUP_EXPIRY, store)
+
+    def look(self, slot: int) -> None:
+        """Find the records of a slot, at start or when it has come here."""
+        self._expiry.look(slot)
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """These slots are here no more."""
+        self._expiry.forget(slots)
 
     def find(self, queue: Queue, key: str, wall_ms: int) -> bytes | None:
         """The id of the job that holds a key, None when nobody does (any more)."""

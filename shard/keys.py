@@ -49,6 +49,7 @@ _U64 = Struct(">Q")
 JOB_HEAD_BYTES = _JOB_HEAD.size
 
 CLOCK = b"clock"
+EPOCH = b"epoch"
 # Records that could not be read are moved under this prefix in META and reported, never dropped.
 SET_ASIDE = b"set-aside/"
 
@@ -288,3 +289,15 @@ def clock_value(wall_ms: int) -> bytes:
 def read_clock_value(value: bytes) -> int:
     wall_ms: int = _U64.unpack(value)[0]
     return wall_ms
+
+
+# -- epoch: of the newest slot map by which the shard has served ----------------------------------
+
+
+def epoch_value(epoch: int) -> bytes:
+    return _U64.pack(epoch)
+
+
+def read_epoch_value(value: bytes) -> int:
+    epoch: int = _U64.unpack(value)[0]
+    return epoch

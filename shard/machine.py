@@ -29,43 +29,54 @@ A turn: any number of `apply` and `tick`, then `end_turn`, then the shell writes
 in one batch. Results leave when that batch is durable. Nothing of this survives a failed write: the
 process stops, and its successor starts from the disk.
 
-Transactions. What a batch over several shards asks of a shard is in `participant`, which calls back
-here to take places and to store jobs.
+Transactions. What a batch over several shards asks of a shard is in `transactions` and `participant`,
+which calls back here to take places and to store jobs.
 
 Operators. What they look at and do is in `admin`, which works on the same records and calls back
 here for what moves a job or ends a queue. A queue that is being deleted is closing until an instant
 that its deletion keeps moving on; a queue of which nothing is left is retired after a while.
+
+Slots. Which of them are ours says the slot map, which may change while we serve; how one comes and
+goes is in `ownership`. An operation on a slot that is not ours is answered with MOVED and changes
+nothing; one on a slot that is about to leave waits until it has left or stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from heapq import heapify, heappop, heappush
-from zlib import crc32
+from collections.abc import Callable, Iterable, Sequence
 
 from common import job_ids
-from common.config_sections import Config, QueueLimits
+from common.config_sections import Config
 from common.slots import slot_of
 from common.wire import (
     JOB_OVERHEAD_BYTES,
+    MOVED,
+    AdminCommand,
     EnqueueJob,
     EnqueueOutcome,
     LeasedJob,
+    MoveCommand,
     Op,
     Operation,
     Outcome,
     Result,
     Strategy,
+    Vote,
 )
 from shard import keys
 from shard.admin import Admin, Holdings
 from shard.dead_letters import DeadLetterCause, DeadLetters
 from shard.dedup import DedupKeys
+from shard.leases import Leases
+from shard.ownership import HELD_MS, MoveRefused, Ownership
 from shard.participant import Participant
 from shard.ready import EXHAUSTED, Lane, WindowBudget
+from shard.retries import retry_delay_ms
 from shard.state import PRIORITIES, Instant, Lease, Queue, Slot
 from shard.store import Family, Store
 from shard.timers import SlotTimers
+from shard.transactions import Transactions
+from shard.verification import Verification
 from shard.waiting import Waiter, WaitingRoom
 
 # gRPC status codes of results.
@@ -81,8 +92,7 @@ SEQUENCE_BLOCK = 65_536
 # Timers of one kind that one `tick` acts on: about 5 ms of work, so that a million timers that fall
 # due at once leave room for calls in between. `storage.sweep_limit` can lower it.
 TICK_LIMIT = 256
-# How long a shard waits before it asks again what became of a transaction, in ms.
-ASK_AGAIN_MS = 1_000
+_ALL = 1 << 62
 # How long nothing is stored of a queue before its record goes too, in ms: longer than the pause of a
 # queue that is drained and filled again.
 RETIRE_AFTER_MS = 10_000
@@ -91,9 +101,21 @@ RETIRE_AFTER_MS = 10_000
 class Machine:
     """The jobs of one shard. See the top of this file; `results` and `reports` are for the shell to take."""
 
-    def __init__(self, store: Store, config: Config, now: Instant, shard: int = 0, routers: Iterable[str] = ()) -> None:
-        """Read what the store holds. `shard` is our index, `routers` are the names of those that live."""
+    def __init__(
+        self,
+        store: Store,
+        config: Config,
+        now: Instant,
+        shard: int = 0,
+        routers: Iterable[str] = (),
+        owners: Sequence[int] | None = None,
+        epoch: int = 1,
+    ) -> None:
+        """Read what the store holds. `shard` is our index, `routers` are the names of those that live;
+        `owners` is the shard of each slot (None: this is the only one) in the slot map of that epoch."""
         self._store = store
+        self._shard = shard
+        self._ownership = Ownership(store, shard, owners, epoch, self)
         self._config = config
         self._now = now
         # (router, result) in the order in which they came about; the shell empties it.
@@ -106,10 +128,9 @@ class Machine:
         self._queues: dict[str, Queue] = {}
         self._by_number: dict[tuple[int, int], Queue] = {}
         self._dirty: list[Queue] = []
-        self._leases: dict[bytes, Lease] = {}
-        self._expiries: list[tuple[int, bytes]] = []
-        # Reserves whose answers routers have not confirmed: router, ids of the jobs.
-        self._claims: dict[int, tuple[str, list[bytes]]] = {}
+        self._out = Leases(store)
+        self._leases = self._out.by_id
+        self._claims = self._out.claims
         self._waiting = WaitingRoom()
         # Queues that are being deleted, and those that became empty with the instant (monotonic), in its order.
         self._closing: set[Queue] = set()
@@ -132,30 +153,43 @@ class Machine:
             Op.KNOWN: self._known,
             Op.ADMIN: self._administer,
             Op.PREPARE: self._prepare,
-            Op.DECIDE: self._decide,
-            Op.COMMIT: self._commit,
-            Op.ABORT: self._abort,
-            Op.RESOLVE: self._resolve,
-            Op.FORGET: self._forget,
+            Op.MOVE: self._move,
         }
         self._routers = set(routers)
-        self._asked = 0  # questions put to routers, which take them in turn
-        self._ask_at = 0  # monotonic ms
         self._load()
         self._admin = self._make_admin()
         self._participant = Participant(store, shard, self)
         self._participant.load(self._routers)
+        self._transactions = Transactions(self._participant, self._routers, self.results)
+        self._handlers |= self._transactions.handlers
 
     # -- turns --------------------------------------------------------------------------------
 
-    def apply(self, router: str, operation: Operation, now: Instant) -> None:
-        """Apply one operation (see `common.wire.Op`) of a router; its result may come now or later."""
+    @property
+    def epoch(self) -> int:
+        """That of the slot map which is known here."""
+        return self._ownership.epoch
+
+    def apply(self, router: str, operation: Operation, now: Instant, epoch: int = 0) -> None:
+        """Apply one operation (see `common.wire.Op`) of a router; its result may come now or later.
+
+        `epoch` is that of the map by which it was sent here, 0 where that is not known.
+        """
         self._advance(now)
-        self._handlers[operation[1]](router, operation)
+        ownership = self._ownership
+        if epoch == ownership.epoch and not ownership.held_slots:
+            self._handlers[operation[1]](router, operation)
+        else:
+            ownership.take(router, operation, epoch)
 
     def tick(self, now: Instant) -> bool:
         """Act on what is due, a bounded part of it; True when more is due already."""
         self._advance(now)
+        self._transactions.ask(self._now.mono_ms)
+        if self._participant.has_waiters:
+            self._participant.give_up(self._now.mono_ms)
+        if self._ownership.held_slots:
+            return False
         limit = min(TICK_LIMIT, self._config.storage.sweep_limit)
         return any(
             [
@@ -163,17 +197,16 @@ class Machine:
                 self._promote(limit),
                 self._expire_keys(limit),
                 self._expire_dead_letters(limit),
-                self._ask(),
-                self._participant.has_waiters and self._end_waits(),
                 bool(self._closing) and self._reopen(),
                 bool(self._emptied) and self._retire(limit),
+                bool(self._ownership.sweep) and self._ownership.sweep.step(),
             ]
         )
 
     def next_wake_ms(self, now: Instant) -> int | None:
         """How long the shell may sleep at most, in ms; None when no timer is set."""
         self._advance(now)
-        expiry = self._next_expiry()
+        expiry = self._out.next_end()
         oldest = self._dead.oldest_failed_at()
         kept_until = None if oldest is None else oldest + self._config.storage.dead_letter_retention_ms
         wall = [due for due in (self._scheduled.next_due(), self._dedup.next_due(), kept_until) if due is not None]
@@ -181,14 +214,18 @@ class Machine:
         sleeps = [due - self._now.wall_ms for due in wall]
         if expiry is not None:
             sleeps.append(expiry - self._now.mono_ms)
-        if self._participant.is_in_doubt and self._routers:
-            sleeps.append(self._ask_at - self._now.mono_ms)
+        if (question := self._transactions.next_question()) is not None:
+            sleeps.append(question - self._now.mono_ms)
         if self._emptied:
             sleeps.append(next(iter(self._emptied.values())) + RETIRE_AFTER_MS - self._now.mono_ms)
         if self._participant.has_waiters:
             sleeps.append(self._participant.waits_until() - self._now.mono_ms)
-        if not sleeps:
+        if not sleeps and not self._ownership.sweep:
             return None
+        if self._ownership.held_slots:
+            return HELD_MS
+        if self._ownership.sweep:
+            return 0
         # The wall clock may be set while we sleep: never sleep longer than the sweep interval on it.
         longest = self._config.storage.sweep_interval_ms if wall else sleeps[0]
         return max(0, min(longest, *sleeps))
@@ -199,27 +236,13 @@ class Machine:
             return
         for queue in self._dirty:
             queue.dirty = False
+            self._slots[queue.slot].changes += 1
             if not queue.ready and queue.is_empty:
                 self._emptied.pop(queue, None)
                 self._emptied[queue] = self._now.mono_ms
-            key = keys.queue_key(queue.slot, queue.number)
-            heads = [
-                (inverted, head)
-                for inverted, lane in enumerate(queue.lanes)
-                if lane is not None and (head := lane.head()) is not None
-            ]
-            value = keys.queue_value(
-                queue.name,
-                queue.ready,
-                queue.scheduled,
-                queue.leased,
-                queue.dead,
-                queue.keys,
-                heads,
-                queue.closing_until_ms,
-            )
-            self._store.put(Family.QUEUES, key, value)
+            self._store.put(Family.QUEUES, keys.queue_key(queue.slot, queue.number), queue.value())
         self._dirty.clear()
+        self._ownership.end_turn()
         self._store.put(Family.META, keys.CLOCK, keys.clock_value(self._now.wall_ms))
 
     def configure(self, config: Config) -> None:
@@ -241,12 +264,13 @@ class Machine:
             if waiter is not None:
                 self._serve_promised(waiter)
         self._dead.router_gone(router)
-        for op_id in [op_id for op_id, (owner, _) in self._claims.items() if owner == router]:
-            for lease in self._unconfirmed(op_id):
+        for op_id in self._out.claims_of(router):
+            for lease in self._out.unconfirmed(op_id):
                 if lease.attempt < lease.max_attempts:
                     self._retry(lease, 0)
         self._routers.discard(router)
         self._participant.router_gone(router)
+        self._ownership.router_gone(router)
 
     def router_came(self, router: str) -> None:
         """A router process lives: it can be asked."""
@@ -268,49 +292,42 @@ class Machine:
         clock = store.get(Family.META, keys.CLOCK)
         if clock is not None and (stored := keys.read_clock_value(clock)) > self._now.wall_ms:
             self._now = Instant(stored, self._now.mono_ms)
-        for key, value in self._all(Family.SLOTS):
+        self._scheduled = SlotTimers(Family.SCHEDULED, store)
+        self._dedup = DedupKeys(store)
+        for key, _ in store.scan(Family.SLOTS, b"", b"\xff" * 8, _ALL):
             number = keys.slot_of_key(key)
-            self._slots[number] = Slot(number, *keys.read_slot_value(value))
-        for key, value in self._all(Family.QUEUES):
-            slot, number = keys.read_queue_key(key)
-            record = keys.read_queue_value(value)
-            queue = Queue(slot, number, record.name)
-            queue.ready, queue.scheduled, queue.leased = record.ready, record.scheduled, record.leased
-            queue.dead, queue.keys = record.dead, record.keys
-            queue.closing_until_ms = record.closing_until_ms
-            if queue.closing_until_ms:
-                self._closing.add(queue)
-            if queue.is_empty:
-                self._emptied[queue] = self._now.mono_ms
-            for inverted, head in record.heads:
-                queue.lanes[inverted] = Lane(slot, number, inverted, head, self._budget)
-            self._queues[record.name] = queue
-            self._by_number[slot, number] = queue
-        for key, value in self._all(Family.LEASES):
-            self._load_lease(key, keys.read_lease_value(value))
-        heapify(self._expiries)
-        self._scheduled = SlotTimers(Family.SCHEDULED, store, self._slots)
-        self._dedup = DedupKeys(store, self._slots)
-        for queue in self._queues.values():
-            if queue.dead:
-                self._dead.load(queue)
+            if number in self._ownership.owned:
+                self._load_slot(number)
+            else:
+                self._ownership.sweep.add((number,))
+        self._out.ordered()
 
-    def _all(self, family: Family) -> list[tuple[bytes, bytes]]:
-        return self._store.scan(family, b"", b"\xff" * 8, 1 << 62)
+    def _load_slot(self, number: int) -> None:
+        """Take what is stored of a slot into memory; the caller puts the expiries in order."""
+        store = self._store
+        start, end = keys.slot_prefix(number), keys.slot_end(number)
+        value = store.get(Family.SLOTS, start)
+        if value is None:
+            return
+        self._slots[number] = Slot(number, *keys.read_slot_value(value))
+        for key, value in store.scan(Family.QUEUES, start, end, _ALL):
+            self._load_queue(*keys.read_queue_key(key), keys.read_queue_value(value))
+        for key, value in store.scan(Family.LEASES, start, end, _ALL):
+            record = keys.read_lease_value(value)
+            self._out.load(self._by_number[number, record.queue], keys.read_lease_key(key)[1], record, self._now)
+        self._scheduled.look(number)
+        self._dedup.look(number)
 
-    def _load_lease(self, key: bytes, record: keys.LeaseRecord) -> None:
-        slot, sequence = keys.read_lease_key(key)
-        lease = Lease(self._by_number[slot, record.queue], record.inverted, sequence, record.job_id)
-        lease.attempt, lease.max_attempts = record.attempt, record.max_attempts
-        lease.expires_ms, lease.lease_ms = record.expires_ms, record.lease_ms
-        # A lease runs on over a restart; a wall clock that was set back meanwhile does not prolong it.
-        remaining = min(record.expires_ms - self._now.wall_ms, record.lease_ms)
-        lease.deadline = self._now.mono_ms + max(0, remaining)
-        lease.op_id = record.op_id
-        self._leases[record.job_id] = lease
-        self._expiries.append((lease.deadline, record.job_id))
-        # Whether the answer left is not known here; only its own router may say that it did not.
-        self._claims.setdefault(record.op_id, ("", []))[1].append(record.job_id)
+    def _load_queue(self, slot: int, number: int, record: keys.QueueRecord) -> None:
+        queue = Queue.read(slot, number, record, self._budget)
+        if queue.closing_until_ms:
+            self._closing.add(queue)
+        if queue.is_empty:
+            self._emptied[queue] = self._now.mono_ms
+        self._queues[record.name] = queue
+        self._by_number[slot, number] = queue
+        if queue.dead:
+            self._dead.load(queue)
 
     # -- enqueue ------------------------------------------------------------------------------
 
@@ -409,14 +426,7 @@ class Machine:
         return job_ids.make(self._now.wall_ms, queue.slot, sequence, random)
 
     def _place(
-        self,
-        queue: Queue,
-        priority: int,
-        max_attempts: int,
-        due_ms: int,
-        key: str | None,
-        body: bytes,
-        job_id: bytes,
+        self, queue: Queue, priority: int, max_attempts: int, due_ms: int, key: str | None, body: bytes, job_id: bytes
     ) -> None:
         """A new job, ready or scheduled, and its idempotency key."""
         record = keys.job_value(job_id, 1, max_attempts, body)
@@ -486,7 +496,7 @@ class Machine:
 
     def _serve(self, queue: Queue) -> None:
         """Hand ready jobs of a queue to those who wait for them, first come, first served."""
-        if queue.closing_until_ms > self._now.wall_ms:
+        if queue.closing_until_ms > self._now.wall_ms or queue.slot in self._ownership.held_slots:
             return
         while (waiter := self._waiting.first(queue.name, queue.ready)) is not None:
             if waiter.is_watch:
@@ -507,9 +517,12 @@ class Machine:
         """Lease up to `max_jobs` ready jobs, queue by queue in the order named, until `max_bytes` are full."""
         taken: list[LeasedJob] = []
         size = 0
+        held_slots = self._ownership.held_slots
         for name in names:
             queue = self._queues.get(name)
             if queue is None or not queue.ready or queue.closing_until_ms > self._now.wall_ms:
+                continue
+            if queue.slot in held_slots:  # a reserve that was parked before, and is served for another queue
                 continue
             for lane in queue.lanes:
                 if lane is None:
@@ -568,26 +581,7 @@ class Machine:
         return lease.expires_ms
 
     def _set_expiry(self, lease: Lease, lease_ms: int) -> None:
-        lease.lease_ms = lease_ms
-        lease.deadline = self._now.mono_ms + lease_ms
-        lease.expires_ms = self._now.wall_ms + lease_ms
-        heappush(self._expiries, (lease.deadline, lease.job_id))
-        if len(self._expiries) > 2 * len(self._leases) + 1024:
-            # Most jobs are acked long before their lease ends; without this the heap would grow
-            # with the rate of jobs times the length of their leases.
-            self._expiries = [(other.deadline, other.job_id) for other in self._leases.values()]
-            heapify(self._expiries)
-        value = keys.lease_value(
-            lease.job_id,
-            lease.queue.number,
-            lease.inverted,
-            lease.attempt,
-            lease.max_attempts,
-            lease.expires_ms,
-            lease_ms,
-            lease.op_id,
-        )
-        self._store.put(Family.LEASES, keys.lease_key(lease.queue.slot, lease.sequence), value)
+        self._out.set_end(lease, lease_ms, self._now)
 
     def _confirm(self, router: str, operation: Operation) -> None:
         for op_id in operation[2]:
@@ -599,14 +593,9 @@ class Machine:
     def _give_back(self, router: str, operation: Operation) -> None:
         """Answers that never reach their client: the jobs are ready again as if nobody had reserved them."""
         for op_id in operation[2]:
-            for lease in self._unconfirmed(op_id):
+            for lease in self._out.unconfirmed(op_id):
                 self._return(lease)
             self._dead.give_back(op_id)
-
-    def _unconfirmed(self, op_id: int) -> list[Lease]:
-        _, job_ids_ = self._claims.pop(op_id, ("", []))
-        found = [self._leases.get(job_id) for job_id in job_ids_]
-        return [lease for lease in found if lease is not None and lease.op_id == op_id]
 
     def _return(self, lease: Lease) -> None:
         record = self._store.get(Family.JOBS, lease.job_key())
@@ -675,21 +664,11 @@ class Machine:
 
     def _expire_leases(self, limit: int) -> bool:
         for _ in range(limit):
-            deadline = self._next_expiry()
-            if deadline is None or deadline > self._now.mono_ms:
+            lease = self._out.take_ended(self._now.mono_ms)
+            if lease is None:
                 return False
-            _, job_id = heappop(self._expiries)
-            self._expire(self._leases[job_id])
+            self._expire(lease)
         return True
-
-    def _next_expiry(self) -> int | None:
-        while self._expiries:
-            deadline, job_id = self._expiries[0]
-            lease = self._leases.get(job_id)
-            if lease is not None and lease.deadline == deadline:
-                return deadline
-            heappop(self._expiries)  # acked, or extended: that timer no longer applies
-        return None
 
     def _expire(self, lease: Lease) -> None:
         if lease.attempt >= lease.max_attempts:
@@ -727,24 +706,17 @@ class Machine:
         self._make_room(lease.queue)
 
     def _end_lease(self, lease: Lease) -> None:
-        del self._leases[lease.job_id]
-        self._store.delete(Family.LEASES, keys.lease_key(lease.queue.slot, lease.sequence))
+        self._out.remove(lease)
         lease.queue.leased -= 1
         self._touch(lease.queue)
-        claim = self._claims.get(lease.op_id)
-        if claim is not None:
-            claim[1].remove(lease.job_id)
-            if not claim[1]:
-                del self._claims[lease.op_id]
 
     # -- dead letters -------------------------------------------------------------------------
 
     def _drain(self, router: str, operation: Operation) -> None:
         op_id, _, name, count, max_bytes = operation
         queue = None if name is None else self._queues.get(name)
-        if name is not None and queue is None:
-            letters = []
-        else:
+        letters = []
+        if name is None or queue is not None:
             letters = self._dead.hand_out(router, op_id, queue, count, max_bytes)
         self.results.append((router, [op_id, OK, letters]))
 
@@ -763,9 +735,8 @@ class Machine:
     def _expire_keys(self, limit: int) -> bool:
         removed = self._dedup.expire(self._now.wall_ms, limit)
         for place in removed:
-            queue = self._by_number[place]
-            queue.keys -= 1
-            self._touch(queue)
+            self._by_number[place].keys -= 1
+            self._touch(self._by_number[place])
         return bool(removed)
 
     def _known(self, router: str, operation: Operation) -> None:
@@ -782,46 +753,10 @@ class Machine:
             return
         self.results.append((router, [op_id, OK, self._participant.prepare(router, transaction, home, entropy, jobs)]))
 
-    def _decide(self, router: str, operation: Operation) -> None:
-        op_id, _, transaction, participants = operation
-        self.results.append((router, [op_id, OK, self._participant.decide(router, transaction, participants)]))
-
-    def _commit(self, router: str, operation: Operation) -> None:
-        self._participant.commit(operation[2])
-        self.results.append((router, [operation[0], OK, None]))
-
-    def _abort(self, router: str, operation: Operation) -> None:
-        self._participant.abort(operation[2])
-        self.results.append((router, [operation[0], OK, None]))
-
-    def _resolve(self, router: str, operation: Operation) -> None:
-        op_id, _, transaction, coordinator = operation
-        # What a coordinator asks itself comes after all that it asked before.
-        may_prepare = coordinator in self._routers and coordinator != router
-        self.results.append((router, [op_id, OK, self._participant.resolve(coordinator, transaction, may_prepare)]))
-
-    def _forget(self, router: str, operation: Operation) -> None:
-        self._participant.forget(operation[2])
-        self.results.append((router, [operation[0], OK, None]))
-
-    def _ask(self) -> bool:
-        """Put what is open here, and whose coordinator has died, to a router: another one each time."""
-        if self._participant.is_in_doubt and self._routers and self._now.mono_ms >= self._ask_at:
-            self._ask_at = self._now.mono_ms + ASK_AGAIN_MS
-            self._asked += 1
-            router = sorted(self._routers)[self._asked % len(self._routers)]
-            for question in self._participant.questions():
-                self.results.append((router, [0, OK, question]))
-        return False
-
     def _make_room(self, queue: Queue) -> None:
         """Jobs of a queue are gone for good: an enqueue may be waiting for a place."""
         if self._participant.lines:
             self._participant.serve(queue.name)
-
-    def _end_waits(self) -> bool:
-        self._participant.give_up(self._now.mono_ms)
-        return False
 
     def give_up(self, router: str, operation: Operation) -> None:
         text = "an atomic batch that is not decided holds a key or the last places of a queue: nothing was stored"
@@ -853,25 +788,90 @@ class Machine:
         self._serve_all(stirred.values())
 
     def again(self, router: str, operation: Operation) -> None:
+        self._ownership.apply_if_ours(router, operation)
+
+    # -- slots that come and go (the rules are in `ownership`) ----------------------------------
+
+    def map_changed(self, epoch: int, owners: Sequence[int], now: Instant) -> None:
+        """The slot map was replaced."""
+        self._advance(now)
+        self._ownership.map_changed(epoch, owners)
+
+    def apply_here(self, router: str, operation: Operation) -> None:
         self._handlers[operation[1]](router, operation)
+
+    def never_applied(self, operation: Operation) -> None:
+        if operation[1] == Op.RESERVE and operation[_SETTLES]:  # the wake-up was not of use
+            self._remove_waiter(operation[_SETTLES])
+
+    def refuse_moved(self, router: str, operation: Operation) -> None:
+        self.never_applied(operation)
+        self.results.append((router, [operation[0], MOVED, self.epoch]))
+
+    def load_slots(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self._load_slot(slot)
+        self._out.ordered()
+
+    def drop_slots(self, slots: frozenset[int]) -> None:
+        self._out.forget(slots)
+        for queue in [queue for queue in self._queues.values() if queue.slot in slots]:
+            self._drop_from_memory(queue)
+        for op_id in self._waiting.about(slots):
+            waiter = self._waiting.remove(op_id)
+            assert waiter is not None
+            if waiter.promised is None:  # one that was woken has had its result
+                self.results.append((waiter.router, [op_id, MOVED, self.epoch]))
+        for router, operation in self._participant.drop_about(slots):
+            self.refuse_moved(router, operation)
+        self._scheduled.forget(slots)
+        self._dedup.forget(slots)
+        for slot in slots:
+            self._slots.pop(slot, None)
+
+    def is_open(self, slots: frozenset[int]) -> bool:
+        if self._out.has_unconfirmed(slots) or self._dead.has_handed_out(slots):
+            return True
+        return any(queue.reserved for queue in self._queues.values() if queue.slot in slots)
+
+    def gives_back_loaded(self, op_ids: list[int], slots: frozenset[int]) -> bool:
+        return self._out.are_loaded(op_ids, slots)
+
+    def too_late(self, router: str, operation: Operation) -> None:
+        self.results.append((router, [operation[0], OK, [Vote.TOO_LATE, None]]))
+
+    def serve_slots(self, slots: frozenset[int]) -> None:
+        self._serve_all([queue for queue in self._queues.values() if queue.slot in slots and queue.ready])
+
+    def not_before(self, wall_ms: int) -> None:
+        self._advance(Instant(wall_ms, self._now.mono_ms))
+
+    def _move(self, router: str, operation: Operation) -> None:
+        try:
+            if self.shortage is not None and operation[2] == MoveCommand.RECEIVE:
+                raise MoveRefused(f"shard {self._shard} takes no slots: {self.shortage}")
+            data = self._ownership.step(router, operation[2], operation[3:])
+        except MoveRefused as refused:
+            self.results.append((router, [operation[0], FAILED_PRECONDITION, str(refused)]))
+            return
+        self.results.append((router, [operation[0], OK, data]))
 
     # -- for operators ------------------------------------------------------------------------
 
     def _make_admin(self) -> Admin:
-        return Admin(
-            Holdings(
-                store=self._store,
-                queues=self._queues,
-                by_number=self._by_number,
-                slots=self._slots,
-                leases=self._leases,
-                waiting=self._waiting,
-                scheduled=self._scheduled,
-                dead=self._dead,
-                dedup=self._dedup,
-            ),
-            self,
+        holdings = Holdings(
+            store=self._store,
+            queues=self._queues,
+            by_number=self._by_number,
+            slots=self._slots,
+            leases=self._leases,
+            waiting=self._waiting,
+            scheduled=self._scheduled,
+            dead=self._dead,
+            dedup=self._dedup,
         )
+        verification = Verification(holdings, self._ownership, self._now)
+        return Admin(holdings, self, {AdminCommand.SLOTS: verification.loads, AdminCommand.VERIFY: verification.verify})
 
     def _administer(self, router: str, operation: Operation) -> None:
         status, data = self._admin.run(operation[2], operation[3:], self._now)
@@ -898,8 +898,16 @@ class Machine:
         self._touch(queue)
         self._make_room(queue)
 
+    def open_transactions(self) -> int:
+        return self._participant.open_count
+
     def drop_queue(self, queue: Queue) -> None:
         """Forget a queue of which nothing is stored but its record. Who waits for it waits for its name."""
+        self._drop_from_memory(queue)
+        self._slots[queue.slot].changes += 1
+        self._store.delete(Family.QUEUES, keys.queue_key(queue.slot, queue.number))
+
+    def _drop_from_memory(self, queue: Queue) -> None:
         for lane in queue.lanes:
             if lane is not None:
                 lane.forget()
@@ -911,7 +919,6 @@ class Machine:
             queue.dirty = False
         del self._queues[queue.name]
         del self._by_number[queue.slot, queue.number]
-        self._store.delete(Family.QUEUES, keys.queue_key(queue.slot, queue.number))
 
     def _reopen(self) -> bool:
         """Whoever was deleting a queue has not been heard of for too long: it is a queue like any other again."""
@@ -992,17 +999,5 @@ class Machine:
         )
 
 
-def retry_delay_ms(limits: QueueLimits, job_id: bytes, attempt: int) -> int:
-    """How long a nacked job waits by its queue's policy, after its `attempt`-th delivery.
-
-    Doubled per attempt when exponential, capped, less a jitter of up to a quarter that is a function
-    of job and attempt, so that jobs that failed together do not come back together.
-    """
-    delay = limits.retry_delay_ms
-    if delay == 0:
-        return 0
-    if limits.retry_backoff == "exponential":
-        delay <<= min(attempt - 1, 62)
-    delay = min(delay, limits.retry_delay_max_ms)
-    jitter: int = crc32(job_id + attempt.to_bytes(4, "big")) % (delay // 4 + 1)
-    return delay - jitter
+# Where an operation RESERVE says which wake-up it settles.
+_SETTLES = 7

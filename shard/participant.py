@@ -45,12 +45,13 @@ The stored records, all under the transaction's id (64 bits, never used twice):
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 import msgpack
 
+from common.slots import slot_of
 from common.wire import EnqueueJob, EnqueueOutcome, Fate, Op, Operation, Outcome, Question, Vote
 from shard.state import Queue
 from shard.store import Family, Store
@@ -309,6 +310,14 @@ class Participant:
             self._jobs.give_up(waiter.router, waiter.operation)
         self._drop(due)
 
+    def drop_about(self, slots: Container[int]) -> list[tuple[str, Operation]]:
+        """Those that are about queues of these slots wait no more; returns them in their order."""
+        found = [
+            waiter for waiter in self._blocked.values() if any(slot_of(job[0]) in slots for job in waiter.operation[3])
+        ]
+        self._drop(found)
+        return [(waiter.router, waiter.operation) for waiter in found]
+
     def _obstacle(self, jobs: list[EnqueueJob], number: int, is_atomic: bool) -> int | str | None:
         """What an enqueue has to wait for: a transaction with a key of it, a queue with too few places, or nothing."""
         by_queue: dict[str, list[EnqueueJob]] = {}
@@ -397,6 +406,11 @@ class Participant:
             del self._by_key[place]
 
     # -- what is open -------------------------------------------------------------------------
+
+    @property
+    def open_count(self) -> int:
+        """How many transactions are prepared here, or decided and not forgotten."""
+        return len(self._prepared) + len(self._decided)
 
     @property
     def is_in_doubt(self) -> bool:

@@ -23,6 +23,7 @@ from common.control import (
     Ready,
     RouterDown,
     RouterUp,
+    SlotMapChanged,
     StartShard,
     Stop,
     ToChild,
@@ -108,7 +109,8 @@ class ShardProcess:
         config = Config.model_validate(self._start.config)
         try:
             store = open_store(self._directory, config)
-            machine = Machine(store, config, instant(), self._start.index, self._start.routers)
+            start = self._start
+            machine = Machine(store, config, instant(), start.index, start.routers, start.owners, start.epoch)
         except StoreError as error:
             self._control.send(Fatal(text=one_line(str(error))))
             return 1
@@ -213,6 +215,8 @@ class ShardProcess:
                     turns.router_gone(message.name, instant())
                 case ConfigChanged():
                     machine.configure(Config.model_validate(message.config))
+                case SlotMapChanged():
+                    machine.map_changed(message.epoch, message.owners, instant())
                 case Stop() | None:
                     self._stopping = True
                 case _:

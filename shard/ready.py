@@ -101,6 +101,10 @@ class Lane:
             return self._window[0]
         return None if self.frontier == EXHAUSTED else self.frontier
 
+    def finds(self, sequence: int) -> bool:
+        """Whether a ready job of this lane that has this sequence would ever be found."""
+        return sequence >= self.frontier or sequence in self._records
+
     def peek(self, store: Store, leased: Container[bytes]) -> bytes | None:
         """The record of the first ready job, without taking anything into memory; None when it is not near."""
         if self._window:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from shard import keys
-from shard.ready import Lane
+from shard.ready import Lane, WindowBudget
 
 PRIORITIES = 10
 
@@ -49,6 +49,28 @@ class Queue:
         self.closing_until_ms = 0  # wall time; 0: it is not being deleted
         self.dirty = False
 
+    @classmethod
+    def read(cls, slot: int, number: int, record: keys.QueueRecord, budget: WindowBudget) -> Queue:
+        """A queue as it is stored, with nothing of its jobs in memory."""
+        queue = cls(slot, number, record.name)
+        queue.ready, queue.scheduled, queue.leased = record.ready, record.scheduled, record.leased
+        queue.dead, queue.keys = record.dead, record.keys
+        queue.closing_until_ms = record.closing_until_ms
+        for inverted, head in record.heads:
+            queue.lanes[inverted] = Lane(slot, number, inverted, head, budget)
+        return queue
+
+    def value(self) -> bytes:
+        """Its record in the store."""
+        heads = [
+            (inverted, head)
+            for inverted, lane in enumerate(self.lanes)
+            if lane is not None and (head := lane.head()) is not None
+        ]
+        return keys.queue_value(
+            self.name, self.ready, self.scheduled, self.leased, self.dead, self.keys, heads, self.closing_until_ms
+        )
+
     @property
     def is_empty(self) -> bool:
         """Nothing is stored of it but its own record."""
@@ -69,15 +91,16 @@ class Queue:
 
 
 class Slot:
-    """Where a slot's numbers stand."""
+    """Where a slot's numbers stand. `changes` counts the turns in which anything of it changed."""
 
-    __slots__ = ("next_queue", "next_sequence", "number", "sequence_limit")
+    __slots__ = ("changes", "next_queue", "next_sequence", "number", "sequence_limit")
 
     def __init__(self, number: int, sequence_limit: int, next_queue: int) -> None:
         self.number = number
         self.next_sequence = sequence_limit
         self.sequence_limit = sequence_limit
         self.next_queue = next_queue
+        self.changes = 0
 
 
 class Lease:

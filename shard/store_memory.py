@@ -98,6 +98,13 @@ class MemoryStore(Store):
         """How many batches a crash may lose; a batch whose write failed is the last of them."""
         return len(self._tail)
 
+    def as_durable(self) -> MemoryStore:
+        """The store as a restart would find it if one came now and kept nothing of the tail."""
+        found = MemoryStore()
+        for families in (found._visible, found._durable):
+            families.copy(self._durable)
+        return found
+
     def crash(self, keep_unsynced: int = 0) -> MemoryStore:
         """The store as a restart finds it, with `keep_unsynced` batches of the tail; ends this one.
 

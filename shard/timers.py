@@ -20,13 +20,20 @@ SCAN_BYTES = 1024 * 1024
 class SlotTimers:
     """The timers of one family whose keys are `slot deadline …`. Deadlines are wall milliseconds."""
 
-    def __init__(self, family: Family, store: Store, slots: Iterable[int]) -> None:
+    def __init__(self, family: Family, store: Store) -> None:
         self._family = family
         self._store = store
         self._earliest: dict[int, int] = {}
         self._heap: list[tuple[int, int]] = []
+
+    def look(self, slot: int) -> None:
+        """Find the timers of a slot, at start or when it has come here."""
+        self._look(slot, keys.slot_prefix(slot))
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """These slots are here no more."""
         for slot in slots:
-            self._look(slot, keys.slot_prefix(slot))
+            self._earliest.pop(slot, None)
 
     def note(self, slot: int, due_ms: int) -> None:
         """A timer was stored."""

@@ -47,7 +47,7 @@ class Turns:
         if envelope.generation != self._generation or envelope.sender in self._gone:
             return None
         for operation in envelope.items:
-            self._machine.apply(envelope.sender, operation, now)
+            self._machine.apply(envelope.sender, operation, now, envelope.epoch)
         self._commit.answers.envelope_applied(envelope.sender, envelope.number)
         return len(envelope.items)
 
@@ -97,4 +97,6 @@ class Turns:
                 continue
             number = self._numbers[router] = answers.numbers.get(router, self._numbers.get(router, 0))
             results = answers.results.get(router, [])
-            self.messages.append((router, wire.pack(self._generation, self._name, number, results)))
+            self.messages.append(
+                (router, wire.pack(self._generation, self._name, number, results, self._machine.epoch))
+            )

@@ -12,6 +12,10 @@ it, and it asks again when it hears that a shard is new.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
+from common.slots import slot_of
+
 
 class Waiter:
     """One parked reserve or watch."""
@@ -99,6 +103,16 @@ class WaitingRoom:
         """How many wait for a job of a queue."""
         line = self._lines.get(queue)
         return 0 if line is None else len(line.waiters)
+
+    def about(self, slots: Container[int]) -> list[int]:
+        """Op ids of those who wait for a queue of one of these slots, in order of arrival. A watch that was
+        woken waits for no other queue than the one that woke it."""
+        names = {queue for queue in self._lines if slot_of(queue) in slots}
+        return [
+            op_id
+            for op_id, waiter in self._by_op.items()
+            if not names.isdisjoint(waiter.queues if waiter.promised is None else (waiter.promised,))
+        ]
 
     def of_router(self, router: str) -> list[int]:
         return [op_id for op_id, waiter in self._by_op.items() if waiter.router == router]

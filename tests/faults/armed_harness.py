@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.faults.armed_points import ROUTER_POINTS, SHARD_POINTS, SOCKET
+from tests.faults.armed_points import SOCKET, points_of
 from tests.integration.server import WAIT_S
 
 # What stands before the command of a server to have the points in it.
@@ -87,7 +87,7 @@ class Harness:
 
     def hold(self, process: str, name: str, of: str = "") -> Hold:
         """Have the next one that comes to a point stand still there. Raises LookupError for an unknown point."""
-        if name not in (ROUTER_POINTS if process.startswith("router") else SHARD_POINTS):
+        if name not in points_of(process):
             raise LookupError(f"there is no point {name!r} in {process}")
         with self._grown:
             hold = Hold(self._grown, (process, name, of))

@@ -1,14 +1,16 @@
-"""Named points of the transaction protocol, as seen from inside a router or a shard of a test.
+"""Named points of the transaction protocol and of a move of slots, as seen from inside a process of a test.
 
-The product knows nothing of them: `armed_router` and `armed_shard` wrap some of its methods and then
-run the process as it is. At a point the thread tells the test where it stands and goes on when the
+The product knows nothing of them: `armed_router`, `armed_shard` and `armed_server` wrap some of its methods
+and then run the process as it is. At a point the thread tells the test where it stands and goes on when the
 test says so, which is at once unless somebody is to stand still there (`armed_harness`). A thread
 that stands still does so alone: the others of its process, those of ZeroMQ among them, go on, so
 that what was sent before arrives.
 
 A message's points: where its sender is about to send it, where it arrived and nothing was done yet,
 where it was applied and not written, written and not synced, synced and not answered; then where the
-answer arrived, and where the receiver of the answer has taken it in.
+answer arrived, and where the receiver of the answer has taken it in. A new slot map's points: where the
+supervisor is about to put its file in the place of the old one, where it has and nobody was told; where
+the map arrived at a process and nothing was done yet, was applied, and at a shard was written.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from io import TextIOWrapper
 from types import ModuleType
 from typing import Any
 
-from common.wire import Op
+from common.wire import MoveCommand, Op
 
 # In the environment of every process: the path of the socket on which the test listens.
 SOCKET = "TEST_POINTS"
@@ -35,19 +37,58 @@ SHARD_GONE = "shard-gone"  # a router has heard that a shard's process ended, an
 ROUTER_STAGES = ("sending", "answered", "taken")
 SHARD_STAGES = ("arrived", "applied", "written", "synced")
 
+LAST_CHANGES = "last-changes"  # CHANGES while the source holds what is new
+# Steps of a move that goes well.
+STEPS = (
+    MoveCommand.CLEAR,
+    MoveCommand.OPEN,
+    MoveCommand.READ,
+    MoveCommand.CHANGES,
+    MoveCommand.HOLD,
+    LAST_CHANGES,
+    MoveCommand.RECEIVE,
+)
+COMMIT_MOVE = "commit-move"  # what the router asks of the supervisor
+SLOT_MAP = "map"
 
-def point(kind: Op, stage: str) -> str:
-    return f"{kind.name.lower()}-{stage}"
+
+def point(kind: Op | str, stage: str) -> str:
+    return f"{kind.name.lower() if isinstance(kind, Op) else kind}-{stage}"
 
 
 ROUTER_POINTS = frozenset(
-    {STARTING, BEFORE_ANSWER, SHARD_GONE, *(point(kind, stage) for kind in PROTOCOL for stage in ROUTER_STAGES)}
+    {
+        STARTING,
+        BEFORE_ANSWER,
+        SHARD_GONE,
+        point(COMMIT_MOVE, "sending"),
+        point(SLOT_MAP, "arrived"),
+        point(SLOT_MAP, "applied"),
+        *(point(kind, stage) for kind in (*PROTOCOL, *STEPS) for stage in ROUTER_STAGES),
+    }
 )
-SHARD_POINTS = frozenset({STARTING, *(point(kind, stage) for kind in PROTOCOL for stage in SHARD_STAGES)})
+SHARD_POINTS = frozenset(
+    {
+        STARTING,
+        point(SLOT_MAP, "arrived"),
+        point(SLOT_MAP, "applied"),
+        point(SLOT_MAP, "written"),
+        *(point(kind, stage) for kind in (*PROTOCOL, *STEPS) for stage in SHARD_STAGES),
+    }
+)
+SUPERVISOR = "supervisor"
+SUPERVISOR_POINTS = frozenset({point(SLOT_MAP, "replacing"), point(SLOT_MAP, "replaced")})
+
+
+def points_of(process: str) -> frozenset[str]:
+    """The points that there are in a process of this place."""
+    if process == SUPERVISOR:
+        return SUPERVISOR_POINTS
+    return ROUTER_POINTS if process.startswith("router") else SHARD_POINTS
 
 
 class Points:
-    """The way of one process to the test. `process` is its place: "router-0", "shard-1"."""
+    """The way of one process to the test. `process` is its place: "router-0", "shard-1", "supervisor"."""
 
     def __init__(self, known: frozenset[str]) -> None:
         self.process = ""

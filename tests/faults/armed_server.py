@@ -1,4 +1,4 @@
-"""A whole server whose routers and shards have the points of the protocol in them.
+"""A whole server whose processes have the points in them.
 
 It stands before the command of a server (`python -m tests.faults.armed_server python -m common serve`) and
 runs that in its place. The supervisor is as it is, but for how it gets its children: by fork from a process
@@ -16,13 +16,15 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from common import children
 from common.children import ChildTerms
 from common.cli import main
+from common.slots import SLOT_MAP_FILE
 from tests.faults import armed_router, armed_shard
-from tests.faults.armed_points import set_constant
+from tests.faults.armed_points import SLOT_MAP, SUPERVISOR, SUPERVISOR_POINTS, Points, point, set_constant, wrap
 
 PROGRAM_MODULE = "common"
 ROUTER, SHARD = "router", "shard"
@@ -94,8 +96,23 @@ def close(fd: int) -> None:
         return
 
 
+points = Points(SUPERVISOR_POINTS)
+
+
+def replacing(original: Callable[..., Path], self: Path, target: Path) -> Path:
+    """The new slot map is on the disk under another name; from here on it is the slot map."""
+    if target.name != SLOT_MAP_FILE:
+        return original(self, target)
+    points.reach(point(SLOT_MAP, "replacing"))
+    replaced = original(self, target)
+    points.reach(point(SLOT_MAP, "replaced"))
+    return replaced
+
+
 if __name__ == "__main__":
     # What is killed again and again is started again at once: how long it stays away is up to the test.
     set_constant(children, "RESTART_DELAY_MAX_S", 0.0)
+    points.process = SUPERVISOR
+    wrap(Path, "replace", ("self", "target"), replacing)
     asyncio.create_subprocess_exec = fork  # type: ignore[assignment]
     main(sys.argv[sys.argv.index(PROGRAM_MODULE) + 1 :], ChildTerms(router=(ROUTER,), shard=(SHARD,)))

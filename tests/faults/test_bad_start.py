@@ -75,7 +75,7 @@ async def test_another_number_of_shards_is_refused_and_no_job_is_lost(new_server
     queue = await fill(server)
     server.kill_all()
     server.shards = 3
-    assert "has 2 shards, and scripts/rebalance.py, which changes" in refused(server)
+    assert "has 2 shards; run `seppd rebalance apply --shards " in refused(server)
     server.shards = 2
     server.restart()
     assert await has_all_jobs(server, queue)

@@ -1,4 +1,4 @@
-"""The points at which the crash matrix kills: all are reached, none can get lost, and a server as it is has none."""
+"""The points at which the crash tests kill: all are reached, none can get lost, and a server as it is has none."""
 
 from __future__ import annotations
 
@@ -9,9 +9,23 @@ from pathlib import Path
 import pytest
 
 from common import children
+from common.admin_client import AdminClient
 from common.children import ChildTerms
+from common.slots import slot_of
+from common.wire import MoveCommand
 from tests.faults.armed_harness import Harness
-from tests.faults.armed_points import ROUTER_POINTS, SHARD_GONE, SHARD_POINTS, STARTING, Points, set_constant, wrap
+from tests.faults.armed_points import (
+    ROUTER_POINTS,
+    SHARD_GONE,
+    SHARD_POINTS,
+    STARTING,
+    SUPERVISOR,
+    SUPERVISOR_POINTS,
+    Points,
+    point,
+    set_constant,
+    wrap,
+)
 from tests.faults.armed_stage import (
     CAP,
     COORDINATOR,
@@ -26,7 +40,7 @@ from tests.faults.armed_stage import (
     stage_of,
     told,
 )
-from tests.integration.clients import connected, job
+from tests.integration.clients import connected, job, reserve
 from tests.integration.conftest import StartServer
 from tests.integration.server import ROOT, WAIT_S, environment_of
 
@@ -58,8 +72,27 @@ async def settle_for_a_dead_coordinator(stage: Stage) -> None:
     await batch.check(await stage.client_at(OTHER_ROUTER), False, outcome)
 
 
+async def move_a_slot(stage: Stage) -> None:
+    """With a change after the first rows have gone over, so that the last changes are some."""
+    client = await stage.client_at(OTHER_ROUTER)
+    queue = stage.server.queue_on(0)
+    await soon(client.enqueue(job(queue)))
+    hold = stage.harness.hold(COORDINATOR, point(MoveCommand.CHANGES, "answered"))
+    with AdminClient(stage.server.data) as admin:
+        moving = asyncio.create_task(asyncio.to_thread(admin.move_slots, [slot_of(queue)], 1, 0))
+        await asyncio.to_thread(hold.wait)
+        await soon(client.enqueue(job(queue)))
+        hold.release()
+        await soon(moving)
+    found = await soon(reserve(client, queue, max_jobs=3))
+    assert len(found) == 2
+    for one in found:
+        await soon(client.ack(one.ctx))
+
+
 async def test_every_named_point_is_reached(new_server: StartServer) -> None:
     async with stage_of(new_server, shards=2, routers=2) as stage:
+        await move_a_slot(stage)
         await commit(stage)
         await refuse(stage)
         await settle_for_a_dead_coordinator(stage)
@@ -70,6 +103,7 @@ async def test_every_named_point_is_reached(new_server: StartServer) -> None:
         await stage.end()
     assert {name for process, name, _ in passed if process.startswith("router")} == ROUTER_POINTS
     assert {name for process, name, _ in passed if process.startswith("shard")} == SHARD_POINTS
+    assert {name for process, name, _ in passed if process == SUPERVISOR} == SUPERVISOR_POINTS
 
 
 # -- points that got lost -------------------------------------------------------------------------
@@ -104,6 +138,8 @@ def test_a_hold_at_an_unknown_point_is_an_error() -> None:
             harness.hold("shard-0", "prepare-forgotten")
         with pytest.raises(LookupError, match="no point 'prepare-arrived' in router-0"):
             harness.hold("router-0", "prepare-arrived")
+        with pytest.raises(LookupError, match="no point 'map-arrived' in supervisor"):
+            harness.hold("supervisor", "map-arrived")
 
 
 def test_reaching_an_unknown_point_is_an_error() -> None:

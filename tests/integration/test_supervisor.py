@@ -1,7 +1,8 @@
 """The supervisor as a process of its own, with small stand-ins for routers and shards.
 
 A stand-in speaks control messages as plain JSON, reports all it hears to the journal, a datagram
-socket of the test, and does what PLAN says for it: so a test waits for events, never for time.
+socket of the test, and does what PLAN says for it: so a test waits for events, never for time. What a
+test sends to the stand-in's own socket it says to the supervisor.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ from typing import Any
 
 import pytest
 
+from common.slots import SlotMap
+
 ROOT = Path(__file__).parents[2]
 # A bound on waiting for something that is certain to come; no test is decided by it.
 WAIT_S = 60.0
 
 CHILD = """
-import json, os, signal, socket, sys
+import json, os, signal, socket, sys, threading
+from contextlib import suppress
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 role, option, fd = sys.argv[1:]
@@ -43,7 +47,9 @@ plan = {}
 
 def report(message):
     entry = {"who": who, "pid": os.getpid(), **message}
-    entry.pop("owners", None)
+    if "owners" in entry:
+        owners = entry.pop("owners")
+        entry["slots"] = [owners.count(shard) for shard in range(entry["shards"])]
     try:
         journal.connect(os.environ["JOURNAL"])
         journal.send(json.dumps(entry).encode())
@@ -60,6 +66,21 @@ def leave(status):
     os._exit(status)
 
 
+def pass_on():
+    # What a test has this child say.
+    path = os.environ["JOURNAL"] + "." + who
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    orders = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    orders.bind(path)
+
+    def listen():
+        while True:
+            control.sendall(orders.recv(1 << 20) + b"\\n")
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
 def wait(when):
     # For a SIGUSR1 of the test.
     if when in plan.get("wait", []):
@@ -72,6 +93,7 @@ for line in control.makefile("rb"):
     if kind.startswith("start_"):
         who = f"{role}-{message['index']}"
         plan = json.loads(os.environ["PLAN"]).get(who, {})
+        pass_on()
     report(message)
     if kind.startswith("start_"):
         wait("ready")
@@ -179,7 +201,7 @@ class World:
 
     def close(self) -> None:
         for server in self.servers:
-            server.close()
+            server.kill()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._reader.join()
         self._socket.close()
@@ -187,6 +209,8 @@ class World:
             with suppress(OSError):
                 if str(self.home) in Path(f"/proc/{entry['pid']}/cmdline").read_text():
                     os.kill(entry["pid"], signal.SIGKILL)
+        for server in self.servers:
+            server.close()
 
     def _read_journal(self) -> None:
         while entry := self._socket.recv(1 << 20):
@@ -194,6 +218,32 @@ class World:
         self.journal.end()
 
     # -- what tests ask for -----------------------------------------------------------------------
+
+    def say(self, who: str, kind: str, **fields: object) -> None:
+        """Have a child that has its start message say something to the supervisor."""
+        self._socket.sendto(json.dumps({"kind": kind, **fields}).encode(), str(self.home / f"journal.{who}"))
+
+    def generation_of(self, shard: str, after: int = 0) -> int:
+        generation: int = self.heard(shard, "start_shard", after)["generation"]
+        return generation
+
+    def commit(self, slots: list[int], target: int, **fields: object) -> None:
+        """Have router 0 ask for the last step of a move, by the shards' first processes unless given otherwise."""
+        source = SlotMap.load(self.data)
+        assert source is not None
+        generations = {
+            "source_generation": self.generation_of(f"shard-{source.owners[slots[0]]}"),
+            "target_generation": self.generation_of(f"shard-{target}") if target < 2 else 0,
+        }
+        self.say("router-0", "commit_move", **{"request": 1, "slots": slots, "target": target, **generations, **fields})
+
+    def stored_map(self) -> SlotMap:
+        found = SlotMap.load(self.data)
+        assert found is not None
+        return found
+
+    def shard_directories(self) -> list[str]:
+        return sorted(path.name for path in self.data.glob("shard-*"))
 
     def heard(self, who: str, kind: str, after: int = 0) -> Entry:
         return self.journal.wait_for(has(who=who, kind=kind), after)[0]
@@ -241,10 +291,12 @@ class Server:
         self._reader.join(WAIT_S)
         return [entry["line"] for entry in self.log.entries if "line" in entry]
 
-    def close(self) -> None:
+    def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(WAIT_S)
+
+    def close(self) -> None:
         self._reader.join(WAIT_S)
         assert self.process.stderr is not None
         self.process.stderr.close()
@@ -397,8 +449,8 @@ def test_another_number_of_shards_is_one_line_and_status_1(world: World) -> None
     second = world.start(shards=3)
     assert second.exit_status() == 1
     assert second.plain_lines() == [
-        f"seppd: server.shards is 3, but {world.data.resolve()} has 2 shards, and "
-        "scripts/rebalance.py, which changes their number, is not in this version; leave server.shards out"
+        f"seppd: server.shards is 3, but {world.data.resolve()} has 2 shards; run `seppd rebalance apply --shards 3`, "
+        "set server.shards to 2, or leave it out"
     ]
 
 
@@ -478,6 +530,211 @@ def test_generations_grow_over_the_lives_of_a_server(world: World) -> None:
         server.signal(signal.SIGTERM)
         assert server.exit_status() == 0
     assert generations[0] < generations[1]
+
+
+# -- the slot map ---------------------------------------------------------------------------------
+
+
+def test_a_committed_move_is_stored_and_everybody_hears_of_it(world: World) -> None:
+    world.start().wait_until_listening()
+    world.commit([0, 2, 4], 1)
+    for who in EVERYBODY:
+        changed = world.heard(who, "slot_map")
+        assert (changed["epoch"], changed["shards"], changed["slots"]) == (2, 2, [2_045, 2_051])
+    assert world.stored_map() == SlotMap.even(2).moved([0, 2, 4], 1)
+
+
+def test_a_process_that_is_started_after_a_move_gets_the_new_map(world: World) -> None:
+    world.start().wait_until_listening()
+    world.commit([0], 1)
+    world.heard("router-1", "slot_map")
+    mark = len(world.journal.entries)
+    for who, kind in (("shard-0", "start_shard"), ("router-1", "start_router")):
+        os.kill(world.heard(who, kind)["pid"], signal.SIGKILL)
+        start = world.heard(who, kind, mark)
+        assert (start["epoch"], start["slots"]) == (2, [2_047, 2_049])
+
+
+@pytest.mark.parametrize("who", SHARDS)
+def test_a_move_is_not_committed_when_one_of_its_shards_was_started_again(world: World, who: str) -> None:
+    world.start().wait_until_listening()
+    mark = len(world.journal.entries)
+    os.kill(world.heard(who, "start_shard")["pid"], signal.SIGKILL)
+    world.heard("router-0", "shard_up", mark)
+    world.commit([0], 1, request=7)
+    refused = world.heard("router-0", "map_refused")
+    assert (refused["request"], refused["text"]) == (
+        7,
+        f"shard {who[-1]} was started again during the move; move the slots again",
+    )
+    assert world.stored_map() == SlotMap.even(2)
+
+
+@pytest.mark.parametrize(
+    ("slots", "target", "text"),
+    [
+        ([0, 1], 1, "the slots belong to several shards"),
+        ([1], 1, "shard 1 cannot be given slots of shard 1"),
+        ([1], 2, "shard 2 cannot be given slots of shard 1"),
+        ([1, 4_096], 0, "these are no slots: [1, 4096]"),
+    ],
+)
+def test_a_move_that_makes_no_sense_is_refused(world: World, slots: list[int], target: int, text: str) -> None:
+    world.start().wait_until_listening()
+    world.commit(slots, target)
+    assert world.heard("router-0", "map_refused")["text"] == text
+    assert world.stored_map() == SlotMap.even(2)
+    assert world.journal.matching(has(kind="slot_map")) == []
+
+
+def test_a_map_that_cannot_be_stored_is_refused_and_the_old_one_stays(world: World) -> None:
+    world.start().wait_until_listening()
+    in_the_way = world.data / "slots.json.new"
+    in_the_way.mkdir()
+    world.commit([0], 1)
+    text = world.heard("router-0", "map_refused")["text"]
+    assert text.startswith(f"{world.data.resolve()} cannot be written (") and "make room there" in text
+    in_the_way.rmdir()
+    world.commit([0], 1)
+    assert world.heard("shard-0", "slot_map")["epoch"] == 2
+
+
+def test_added_shards_are_started_and_everybody_hears_of_them(world: World) -> None:
+    server = world.start()
+    server.wait_until_listening()
+    world.say("router-0", "set_shards", request=1, shards=4)
+    for who in EVERYBODY:
+        changed = world.heard(who, "slot_map")
+        assert (changed["epoch"], changed["shards"], changed["slots"]) == (2, 4, [2_048, 2_048, 0, 0])
+    for index in (2, 3):
+        start = world.heard(f"shard-{index}", "start_shard")
+        assert (start["shards"], start["epoch"], start["directory"]) == (
+            4,
+            2,
+            str(world.data.resolve() / f"shard-{index}"),
+        )
+        for router in ROUTERS:
+            (up,) = world.journal.wait_for(has(who=router, kind="shard_up", index=index))
+            assert up["generation"] == start["generation"]
+    assert world.stored_map() == SlotMap.even(2).resized(4)
+    server.signal(signal.SIGTERM)
+    assert server.exit_status() == 0
+    for index in range(4):
+        world.heard(f"shard-{index}", "stop")
+
+
+def test_an_added_shard_that_dies_is_started_again(world: World) -> None:
+    world.start().wait_until_listening()
+    world.say("router-0", "set_shards", request=1, shards=3)
+    world.heard("router-0", "shard_up", world.journal.entries.index(world.heard("shard-2", "start_shard")))
+    mark = len(world.journal.entries)
+    os.kill(world.heard("shard-2", "start_shard")["pid"], signal.SIGKILL)
+    assert world.heard("shard-2", "start_shard", mark)["shards"] == 3
+
+
+def test_a_number_that_differs_from_the_configured_one_is_warned_of(world: World) -> None:
+    server = world.start(shards=2)
+    server.wait_until_listening()
+    world.say("router-0", "set_shards", request=1, shards=3)
+    (line,) = server.log.wait_for(lambda entry: str(entry.get("event")).startswith("server.shards is another number"))
+    assert (line["level"], line["configured"], line["shards"]) == ("warning", 2, 3)
+
+
+def without_slots_on_shard_1(world: World) -> Server:
+    """A server whose second shard has nothing any more."""
+    server = world.start({"shard-1": {"wait": ["end"]}}, shutdown_grace_ms=1_000)
+    server.wait_until_listening()
+    world.commit(SlotMap.even(2).slots_of(1), 0)
+    world.heard("router-0", "slot_map")
+    return server
+
+
+def test_a_shard_that_is_taken_away_stops_and_its_directory_goes(world: World) -> None:
+    server = without_slots_on_shard_1(world)
+    (world.data / "shard-1" / "CURRENT").write_text("what is left")
+    world.say("router-0", "set_shards", request=2, shards=1)
+    for who in ("shard-0", *ROUTERS):
+        (changed,) = world.journal.wait_for(has(who=who, kind="slot_map", epoch=3))
+        assert (changed["shards"], changed["slots"]) == (1, [4_096])
+    late = world.heard("shard-1", "stop")
+    assert world.stored_map().shards == 1
+    assert world.shard_directories() == ["shard-0", "shard-1"]
+    os.kill(late["pid"], signal.SIGUSR1)
+    server.log.wait_for(has(event="directory of a removed shard deleted"))
+    wait_until_gone(late["pid"])
+    assert world.shard_directories() == ["shard-0"]
+    server.signal(signal.SIGTERM)
+    assert server.exit_status() == 0
+
+
+def test_a_shard_that_owns_slots_is_not_taken_away(world: World) -> None:
+    world.start().wait_until_listening()
+    world.say("router-0", "set_shards", request=2, shards=1)
+    refused = world.heard("router-0", "map_refused")
+    assert (refused["request"], refused["text"]) == (
+        2,
+        "there cannot be 1 shards while shard 1 owns slots; move them away first",
+    )
+    assert world.stored_map() == SlotMap.even(2)
+
+
+@pytest.mark.parametrize("shards", [0, 2, 65])
+def test_a_number_that_cannot_be_is_refused(world: World, shards: int) -> None:
+    world.start().wait_until_listening()
+    world.say("router-0", "set_shards", request=2, shards=shards)
+    assert world.heard("router-0", "map_refused")["request"] == 2
+
+
+def test_the_number_does_not_change_again_while_a_shard_is_still_ending(world: World) -> None:
+    server = without_slots_on_shard_1(world)
+    world.say("router-0", "set_shards", request=2, shards=1)
+    late = world.heard("shard-1", "stop")
+    world.say("router-0", "set_shards", request=3, shards=2)
+    refused = world.heard("router-0", "map_refused")
+    assert (refused["request"], refused["text"]) == (3, "shards that were taken away are still ending; try again later")
+    os.kill(late["pid"], signal.SIGUSR1)
+    server.log.wait_for(has(event="directory of a removed shard deleted"))
+    mark = len(world.journal.entries)
+    world.say("router-0", "set_shards", request=4, shards=2)
+    assert world.heard("shard-1", "start_shard", mark)["epoch"] == 4
+
+
+def test_a_shard_that_is_taken_away_and_does_not_stop_is_killed(world: World) -> None:
+    server = world.start({"shard-1": {"ignore": ["stop"]}}, {"shard_stop_s": 0.2})
+    server.wait_until_listening()
+    world.commit(SlotMap.even(2).slots_of(1), 0)
+    world.heard("router-0", "slot_map")
+    world.say("router-0", "set_shards", request=2, shards=1)
+    server.log.wait_for(has(event="child did not end in time and is killed", child="shard-1"))
+    server.log.wait_for(has(event="directory of a removed shard deleted"))
+    server.signal(signal.SIGTERM)
+    assert server.exit_status() == 0
+
+
+def test_a_server_that_is_stopped_waits_for_a_shard_that_is_being_taken_away(world: World) -> None:
+    server = without_slots_on_shard_1(world)
+    world.say("router-0", "set_shards", request=2, shards=1)
+    late = world.heard("shard-1", "stop")
+    server.signal(signal.SIGTERM)
+    world.heard("shard-0", "exit")
+    os.kill(late["pid"], signal.SIGUSR1)
+    assert server.exit_status() == 0
+    assert world.shard_directories() == ["shard-0"]
+
+
+def test_what_a_crash_leaves_of_a_shard_that_was_taken_away_goes_at_the_next_start(world: World) -> None:
+    first = without_slots_on_shard_1(world)
+    world.say("router-0", "set_shards", request=2, shards=1)
+    late = world.heard("shard-1", "stop")
+    first.signal(signal.SIGKILL)
+    first.exit_status()
+    os.kill(late["pid"], signal.SIGUSR1)
+    wait_until_gone(late["pid"])
+    assert world.shard_directories() == ["shard-0", "shard-1"]
+    second = world.start(shards=1)
+    second.wait_until_listening()
+    assert len(second.log.matching(has(event="directory of a removed shard deleted"))) == 1
+    assert world.shard_directories() == ["shard-0"]
 
 
 # -- stop -----------------------------------------------------------------------------------------

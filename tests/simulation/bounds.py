@@ -1,7 +1,7 @@
 """The limits of the code, made so small that a run of thirty steps meets them.
 
 Windows of ready jobs, blocks of sequence numbers, records and timers of one step, operations of one
-envelope, and how long a shard waits before it asks again: what is seldom reached in life is reached
+envelope, parts of a move, and how long a shard waits before it asks again: what is seldom reached in life is reached
 in every run that is drawn so.
 """
 
@@ -11,19 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from router import outbound
-from shard import admin, dead_letters, machine, ready
+from router import outbound, resharding
+from shard import admin, dead_letters, machine, migration, ready, transactions
 
 _SMALL: tuple[tuple[ModuleType, str, int], ...] = (
     (ready, "WINDOW_JOBS", 2),
     (machine, "SEQUENCE_BLOCK", 3),
     (machine, "TICK_LIMIT", 2),
     (machine, "RETIRE_AFTER_MS", 15),
-    (machine, "ASK_AGAIN_MS", 20),
+    (transactions, "ASK_AGAIN_MS", 20),
     (admin, "SCAN_RECORDS", 2),
     (admin, "QUEUES_PAGE", 1),
     (dead_letters, "_SCAN_RECORDS", 1),
     (outbound, "ENVELOPE_OPERATIONS", 3),
+    (resharding, "PART_BYTES", 150),
+    (resharding, "LAST_ROWS", 1),
+    (resharding, "HOLD_MAX_MS", 5),
+    (migration, "SWEEP_ROWS", 40),
 )
 
 

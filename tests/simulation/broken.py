@@ -19,9 +19,12 @@ from router.core import Core
 from router.flows import accepted
 from router.outbound import Outbound
 from router.polls import Poll
+from router.resharding import Move
 from shard import keys
 from shard.commit import Answers, GroupCommit
 from shard.machine import Machine
+from shard.migration import Arrival, Departure
+from shard.ownership import Ownership
 from shard.participant import Participant
 from shard.ready import Lane
 from shard.store import Family
@@ -256,8 +259,8 @@ _set_expiry = Machine._set_expiry
 def _shorter_lease(self: Machine, lease: Any, lease_ms: int) -> None:
     _set_expiry(self, lease, lease_ms)
     lease.deadline -= 1
-    self._expiries.append((lease.deadline, lease.job_id))
-    self._expiries.sort()
+    self._out.timers.append((lease.deadline, lease.job_id))
+    self._out.timers.sort()
 
 
 _variant("end leases early", "leases", _set_expiry=(Machine, _shorter_lease))
@@ -304,7 +307,7 @@ _variant("an atomic batch goes over the cap", "capacity", refusals=(Machine, _ig
 def _take_from_anybody(self: Turns, message: bytes, now: Any) -> int:
     envelope = wire.unpack(message)
     for operation in envelope.items:
-        self._machine.apply(envelope.sender, operation, now)
+        self._machine.apply(envelope.sender, operation, now, envelope.epoch)
     self._commit.answers.envelope_applied(envelope.sender, envelope.number)
     return len(envelope.items)
 
@@ -335,4 +338,59 @@ _variant(
     "rest",
     style=Style.STOPS,
     is_settled=(Core, property(_settled_at_once)),  # type: ignore[arg-type]
+)
+
+
+# ---- slots that move
+
+
+def _commit_when_quiet(self: Move, is_quiet: bool) -> None:
+    self._ask_for_commit() if is_quiet else self._wait(1, self._hold)
+
+
+def _serve_on(self: Ownership, router: str) -> bool:
+    return True
+
+
+def _apply_whatever_the_slot(self: Ownership, router: str, operation: Any) -> None:
+    self._jobs.apply_here(router, operation)
+
+
+def _nothing_is_open(self: Machine, slots: frozenset[int]) -> bool:
+    return False
+
+
+def _clear_nothing(self: Ownership, router: str, slots: list[int]) -> bool:
+    self._arrival = Arrival(router, slots)
+    return True
+
+
+def _note_nothing(self: Departure, pending: Any) -> None:
+    pass
+
+
+def _forget_who_waits(self: WaitingRoom, slots: Any) -> list[int]:
+    return []
+
+
+def _variant_of_moves(name: str, *invariants: str, **methods: tuple[type, Callable[..., Any]]) -> None:
+    _variant(name, *invariants, style=Style.MOVES, **methods)
+
+
+_variant_of_moves("switch without the last changes", "moved", "records", _held=(Move, _commit_when_quiet))
+_variant_of_moves("hold nothing", "moved", "records", _hold=(Ownership, _serve_on))
+_variant_of_moves(
+    "a former owner goes on",
+    "moved",
+    "records",
+    "order",
+    "lost",
+    "leases",
+    apply_if_ours=(Ownership, _apply_whatever_the_slot),
+)
+_variant_of_moves("hold without waiting for what is open", "moved", "leases", is_open=(Machine, _nothing_is_open))
+_variant_of_moves("copy onto what lies there", "moved", "records", _clear=(Ownership, _clear_nothing))
+_variant_of_moves("changes are not copied", "moved", "records", note=(Departure, _note_nothing))
+_variant_of_moves(
+    "waiters are not told that their queue has moved", "wake-ups", "rest", about=(WaitingRoom, _forget_who_waits)
 )

@@ -13,21 +13,25 @@ class Disk:
     def __init__(self, world: World, witness: Witness) -> None:
         self.store = MemoryStore()
         self.witness = witness
+        self.is_of_no_use = False  # its shard was taken away
         self._world = world
 
     def end_sync(self, reach: int) -> None:
         """Raises StoreError."""
         before = self.store.unsynced
         self.store.end_sync(reach)
-        self.witness.synced(before - self.store.unsynced)
+        if not self.is_of_no_use:
+            self.witness.synced(before - self.store.unsynced)
 
     def crash(self) -> None:
         """A process or the whole host died: the front of what was not synced may have survived."""
         kept = self._world.number(0, self.store.unsynced)
         self.store = self.store.crash(kept)
-        self.witness.crashed(kept, self.store)
+        if not self.is_of_no_use:
+            self.witness.crashed(kept, self.store)
 
     def closed(self) -> None:
         """The process has ended in order, with everything synced."""
         self.store = self.store.crash()
-        self.witness.closed(self.store)
+        if not self.is_of_no_use:
+            self.witness.closed(self.store)

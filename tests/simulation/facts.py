@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from common.wire import EnqueueJob
+from tests.simulation.world import Finding
 
 
 class StoredJob(NamedTuple):
@@ -39,6 +40,17 @@ class Facts:
         self.decided: dict[int, list[int]] = {}  # ever, with the other participants
         self.decisions: list[set[int]] = [set() for _ in range(shards)]  # those that are not forgotten
         self.released: dict[int, int] = {}  # transactions that a shard has let go of
+
+    def add_shard(self) -> None:
+        self.live.append(set())
+        self.promised.append(set())
+        self.decisions.append(set())
+
+    def remove_shard(self) -> None:
+        """The last one."""
+        for what, left in (("jobs", self.live), ("promises", self.promised), ("decisions", self.decisions)):
+            if left.pop():
+                raise Finding("lost", f"shard-{len(left)} was taken away with {what} of its own")
 
     def job_stored(self, shard: int, job_id: bytes, job: StoredJob) -> None:
         self.stored[job_id] = job

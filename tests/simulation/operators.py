@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from google.protobuf.message import Message
 
 from common import admin_pb2 as pb
-from router.admin import Admin, Refused
+from common.slots import SlotMap, slot_of
+from router.admin import Admin, Patience, Refused
 from router.front import Status
+from router.resharding import MoveOutcome
 from tests.simulation.router import RouterProcess
 from tests.simulation.world import Finding
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 _EXPECTED = (Status.NOT_FOUND, Status.FAILED_PRECONDITION, Status.ABORTED, Status.UNAVAILABLE, Status.INTERNAL)
 # How often a deletion looks for jobs in flight before its operator gives up, at most.
 PAUSES_MAX = 4
+SHARDS_MAX = 5
 
 
 class _AnswerIsMissing(Exception):
@@ -41,7 +44,7 @@ class Conversation:
         self._router = router
         self._command = command
         self._patience = _Patience(cluster, router, self)
-        self._admin = Admin(self, cluster.supervisor.slot_map.owners, cluster.supervisor.slot_map.shards)
+        self._admin = Admin(self, self)
         self._answers: list[Any] = []
         self._place = 0
         self.pauses = 0  # that are over
@@ -80,6 +83,21 @@ class Conversation:
         self._waits = False
         if not self._is_asking:
             self._cluster.world.later(1, self.go_on)
+
+    # -- the slot map ---------------------------------------------------------------------------
+
+    def slot_map(self) -> SlotMap:
+        slot_map: SlotMap = self.next_answer(lambda: self.answered(self._router.core.slot_map))[0]
+        return slot_map
+
+    def move(self, slots: list[int], target: int, bytes_per_second: int, patience: Patience) -> MoveOutcome | str:
+        outcome: MoveOutcome | str = self.next_answer(
+            lambda: self._router.begin_move(slots, target, bytes_per_second, self.answered)
+        )[0]
+        return outcome
+
+    def set_shards(self, shards: int, patience: Patience) -> str | None:
+        raise AssertionError("the number of shards stays")
 
     # -- the way to the shards ------------------------------------------------------------------
 
@@ -137,6 +155,49 @@ class Operators:
         self.deleted.add(queue)
         request = pb.DeleteQueueRequest(queue=queue, wait=wait)
         return self._begin("delete", lambda admin, one: admin.delete_queue(request, one))
+
+    def move(self) -> None:
+        """Move the slots of some queues of one shard to another one."""
+        world, routers = self._world, self._cluster.supervisor.live_routers()
+        if not routers:
+            return
+        slot_map = routers[0].core.slot_map
+        first = slot_of(world.pick(self._cluster.shape.queues))
+        source = slot_map.owners[first]
+        slots = {first}
+        for queue in self._cluster.shape.queues:
+            if slot_map.owners[slot_of(queue)] == source and world.chance(0.3):
+                slots.add(slot_of(queue))
+        if slot_map.shards == 1:
+            return
+        target = world.pick([shard for shard in range(slot_map.shards) if shard != source])
+        rate = world.pick((0, 0, 200_000))
+        request = pb.MoveSlotsRequest(slots=sorted(slots), to=target, rate_limit_bytes_per_second=rate)
+        self._begin("move", lambda admin, one: admin.move_slots(request, one))
+
+    def resize(self) -> None:
+        """Add a shard, or move everything away from the last one and take it away."""
+        world, supervisor = self._world, self._cluster.supervisor
+        routers = supervisor.live_routers()
+        if not routers:
+            return
+        router, router_map = routers[0], routers[0].core.slot_map
+        shards = router_map.shards
+        if shards == 1 or (shards < SHARDS_MAX and world.chance(0.5)):
+            self._cluster.seen["operator: add a shard"] += 1
+            router.set_shards(shards + 1, lambda _: None)
+            return
+        self._cluster.seen["operator: take a shard away"] += 1
+        slots = router_map.slots_of(shards - 1)
+
+        def moved(outcome: MoveOutcome | str) -> None:
+            if not isinstance(outcome, str):
+                world.later(1, router.set_shards, shards - 1, lambda _: None)
+
+        if slots:
+            router.begin_move(slots, world.number(0, shards - 2), 0, moved)
+        else:
+            router.set_shards(shards - 1, lambda _: None)
 
     def _begin(self, name: str, command: Callable[[Admin, Any], Message]) -> Conversation | None:
         routers = self._cluster.supervisor.live_routers()

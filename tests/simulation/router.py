@@ -11,6 +11,7 @@ from router.asks import Done
 from router.coordinator import Transaction
 from router.core import Core, Moment, Reply
 from router.front import WATCHED_METHODS, Status
+from router.resharding import MoveDone
 from tests.simulation.network import Link
 from tests.simulation.words import envelope_in_words
 from tests.simulation.world import World
@@ -59,6 +60,7 @@ class RouterProcess:
         config: Config,
         slot_map: SlotMap,
         up: list[tuple[int, int]],
+        requests: Link,
     ) -> None:
         self.index = index
         self.name = f"router-{index}-{generation}"
@@ -68,6 +70,7 @@ class RouterProcess:
         self._cluster = cluster
         self._world: World = cluster.world
         self._up = up
+        self._requests = requests  # to the supervisor
         self._links: dict[int, Link] = {}  # by generation of the shard
         self._is_draining = False
         self._calls_are_over = False
@@ -77,8 +80,7 @@ class RouterProcess:
             self.name,
             "1",
             config,
-            slot_map.owners,
-            slot_map.shards,
+            slot_map,
             generation * OP_IDS,
             self._world.random.randbytes,
         )
@@ -100,6 +102,7 @@ class RouterProcess:
         self._end("is killed")
         for link in self._links.values():
             link.sender_died()
+        self._requests.sender_died()
 
     def supervisor_died(self) -> None:
         """Its control channel has ended: it ends at once."""
@@ -126,7 +129,12 @@ class RouterProcess:
             case "shard up":
                 self._do(self.core.shard_up, *value)
             case "shard down":
-                self._do(self.core.shard_down, *value)
+                if value[0] < self.core.slot_map.shards:  # else it was taken away
+                    self._do(self.core.shard_down, *value)
+            case "map":
+                self._do(self.core.map_changed, value)
+            case "map refused":
+                self._do(self.core.map_refused, *value)
             case "config":
                 self.core.configure(value)
             case "drain":
@@ -195,6 +203,21 @@ class RouterProcess:
         """Whether a transaction waits to be tried again, perhaps for a client that has gone."""
         return any(timed.timer_at == at_ms and isinstance(timed, Transaction) for at_ms, _, timed in self.core._timers)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether slots are being moved."""
+        return self.core._resharding._is_busy()
+
+    def begin_move(self, slots: list[int], target: int, bytes_per_second: int, done: MoveDone) -> None:
+        """An operator moves slots."""
+        if self.is_alive:
+            self._do(self.core.begin_move, slots, target, bytes_per_second, done)
+
+    def set_shards(self, shards: int, done: Callable[[str | None], None]) -> None:
+        """An operator adds shards or takes some away."""
+        if self.is_alive:
+            self._do(self.core.set_shards, shards, done)
+
     def ask(self, shard: int, arguments: list[Any], done: Done) -> None:
         """An operation of an operator."""
         if self.is_alive:
@@ -222,6 +245,9 @@ class RouterProcess:
                     link.send(message)
                     self._cluster.sent(self.index, outbound.index, message)
                 outbound.messages.clear()
+        for request in core.requests:
+            self._requests.send(request)
+        core.requests.clear()
         if core.replies:
             replies, core.replies = core.replies, []
             for reply in replies:
@@ -236,7 +262,7 @@ class RouterProcess:
     def _link(self, index: int, generation: int) -> Link:
         """A way to a shard. What was meant for a process that has ended may reach its successor, as a queue in
         between would have it."""
-        place = self._cluster.supervisor.shards[index]
+        place = self._cluster.supervisor.places_by_generation[generation]
 
         def receive(message: bytes) -> None:
             if place.process is not None:

@@ -92,6 +92,8 @@ class Scene:
                 stops=0.0,
                 reloads=0.0,
                 operators=0.0,
+                moves=0.0,
+                resizes=0.0,
                 rpcs={"Reserve": 1},
                 keyed=0.0,
                 scheduled=0.0,

@@ -57,6 +57,8 @@ class Shape(NamedTuple):
     stops: float  # how probable an orderly stop of the server is, per step
     reloads: float  # a new configuration, per step
     operators: float  # an operation of an operator, per step
+    moves: float  # slots move to another shard, per step
+    resizes: float  # a shard is added or taken away, per step
     rpcs: Mapping[str, int]  # weights of what clients do
     keyed: float  # how many jobs have an idempotency key
     scheduled: float
@@ -74,18 +76,19 @@ class Style(StrEnum):
     MIXED = "mixed"
     TRANSACTIONS = "transactions"  # coordinators die in the middle of them
     POLLS = "polls"  # many wait for few jobs, and give up
+    MOVES = "moves"  # slots move from shard to shard all the time
     STOPS = "stops"  # the server stops in order and starts again, and nothing else goes wrong
 
 
 # How often each style is drawn, in hundredths.
-_STYLES = [Style.MIXED] * 70 + [Style.TRANSACTIONS] * 14 + [Style.POLLS] * 8 + [Style.STOPS] * 8
+_STYLES = [Style.MIXED] * 58 + [Style.MOVES] * 12 + [Style.TRANSACTIONS] * 14 + [Style.POLLS] * 8 + [Style.STOPS] * 8
 
 
 def draw(seed: int, steps: int | None = None, style: Style | None = None) -> Shape:
     """The shape of a seed. It has chances of its own, so that the run does not depend on what is drawn here."""
     random = Random(f"shape {seed}")
     style = style or random.choice(_STYLES)
-    is_spread = style in (Style.TRANSACTIONS, Style.POLLS)  # over several shards in any case
+    is_spread = style in (Style.TRANSACTIONS, Style.POLLS, Style.MOVES)  # over several shards in any case
     shards = random.choice((2, 3, 4) if is_spread else (1, 2, 2, 3, 3, 4))
     places = [(shard, nth) for shard in range(shards) for nth in range(2)]
     chosen = random.sample(places, min(len(places), random.choice((2, 3, 4))))
@@ -106,6 +109,8 @@ def draw(seed: int, steps: int | None = None, style: Style | None = None) -> Sha
         stops=random.choice((0.0, 0.05)) if faults == NO_FAULTS else random.choice((0.0, 0.0, 0.0, 0.02)),
         reloads=random.choice((0.0, 0.06)),
         operators=random.choice((0.0, 0.0, 0.05, 0.2)),
+        moves=0.0,
+        resizes=0.0,
         rpcs=_rpcs(random),
         keyed=random.choice((0.0, 0.2, 0.7)),
         scheduled=random.choice((0.0, 0.1, 0.3)),
@@ -123,6 +128,10 @@ def draw(seed: int, steps: int | None = None, style: Style | None = None) -> Sha
             return _with_transactions(random, shape)
         case Style.POLLS:
             return _with_polls(random, shape)
+        case Style.MOVES:
+            moves, resizes = random.choice(((0.1, 0.0), (0.2, 0.0), (0.4, 0.0), (0.1, 0.1), (0.2, 0.2)))
+            faults = shape.faults._replace(ambush=random.choice((0.0, 0.03, 0.1)))
+            return shape._replace(moves=moves, resizes=resizes, faults=faults)
         case Style.STOPS:
             return shape._replace(faults=NO_FAULTS, stops=0.06, operators=0.0, impatient=random.choice((0.0, 0.3)))
         case _:

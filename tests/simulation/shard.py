@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common import wire
 from common.config import Config
+from common.slots import SlotMap
 from shard.machine import Machine
 from shard.store import StoreBusy, StoreError
 from shard.store_memory import MemoryStore
@@ -31,7 +32,14 @@ class ShardProcess:
     """One process of a shard, from its start to its end."""
 
     def __init__(
-        self, cluster: Cluster, index: int, generation: int, config: Config, routers: list[str], ready: Link
+        self,
+        cluster: Cluster,
+        index: int,
+        generation: int,
+        config: Config,
+        slot_map: SlotMap,
+        routers: list[str],
+        ready: Link,
     ) -> None:
         self.index = index
         self.name = f"shard-{index}"
@@ -44,6 +52,7 @@ class ShardProcess:
         self._cluster = cluster
         self._world: World = cluster.world
         self._config = config
+        self._slot_map = slot_map
         self._routers = routers
         self._ready = ready  # to the supervisor
         self._links: dict[str, Link] = {}  # to the routers
@@ -62,7 +71,10 @@ class ShardProcess:
         if not self.is_alive:
             return
         store = self.disk.store
-        self.machine = Machine(store, self._config, self._world.instant(), self.index, self._routers)
+        slot_map = self._slot_map
+        self.machine = Machine(
+            store, self._config, self._world.instant(), self.index, self._routers, slot_map.owners, slot_map.epoch
+        )
         self.turns = Turns(self.machine, store, self.name, self.generation, self._begin_sync)
         self.disk.witness.machine_started(self.machine)
         self.is_up = True
@@ -152,6 +164,8 @@ class ShardProcess:
                     self._config = value
                     self.disk.witness.configured(value)
                     self.machine.configure(value)
+                case "map":
+                    self.machine.map_changed(value.epoch, value.owners, now)
                 case "shortage":
                     self.machine.shortage = SHORTAGE_TEXT if value else None
                 case "stop":
@@ -243,7 +257,8 @@ class ShardProcess:
 
     def _send(self) -> None:
         for router, message in self.turns.messages:
-            self.disk.witness.leaves(router, message)
+            if not self.disk.is_of_no_use:
+                self.disk.witness.leaves(router, message)
             if self._world.trace is not None:
                 self._world.note(f"{self.name} -> {router}", envelope_in_words(message, results=True))
             link = self._links.get(router)

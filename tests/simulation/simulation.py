@@ -12,7 +12,7 @@ from common import wire
 from common.slots import slot_of
 from common.wire import Op
 from router.core import Reply
-from shard.machine import ASK_AGAIN_MS
+from shard.transactions import ASK_AGAIN_MS
 from tests.simulation.bounds import bounded
 from tests.simulation.clients import Clients, Delivery
 from tests.simulation.disk import Disk
@@ -30,8 +30,9 @@ from tests.simulation.world import Finding, World
 CONTROL_US = 3_000
 # How long a shard that is short of disk space stays so, at most.
 SHORTAGE_US = 20_000
-# Steps of transactions that may be the last thing that somebody sees, and how soon after one they die, at most.
-STEPS = (Op.DECIDE, Op.COMMIT, Op.ABORT, Op.RESOLVE, Op.FORGET)
+# Steps of transactions and moves that may be the last thing that somebody sees, and how soon after one they
+# die, at most.
+STEPS = (Op.DECIDE, Op.COMMIT, Op.ABORT, Op.RESOLVE, Op.FORGET, Op.MOVE)
 AMBUSH_US = 3_000
 # Rounds of questions between shards after which every transaction has to be settled.
 SETTLING_ROUNDS = 8
@@ -72,6 +73,9 @@ class Mishaps:
     def sync_fails(self) -> bool:
         return self._happens(self.rates.sync_fails, "sync failed")
 
+    def map_fails(self) -> bool:
+        return self._happens(self.rates.write_fails * 5, "slot map not written")
+
     def is_ambushed(self, message: bytes) -> bool:
         """Whether somebody dies just after this has left."""
         if not self.rates.ambush:
@@ -96,9 +100,12 @@ class Cluster:
         self.delivered: dict[bytes, int] = {}
         self.requeued: set[bytes] = set()
         self.done: set[tuple[int, bytes, int]] = set()
-        self.disks = [Disk(world, Witness(self, index)) for index in range(shape.shards)]
+        first_map = slot_map(shape.shards)
+        self.disks = [
+            Disk(world, Witness(self, index, frozenset(first_map.slots_of(index)))) for index in range(shape.shards)
+        ]
         self.routers_by_name: dict[str, RouterProcess] = {}
-        self.supervisor = Supervisor(self, shape.configs[0], slot_map(shape.shards))
+        self.supervisor = Supervisor(self, shape.configs[0], first_map)
         self.clients = Clients(self)
         self.operators = Operators(self)
         self.supervisor.start()
@@ -161,6 +168,27 @@ class Cluster:
             supervisor.configure(world.pick(shape.configs))
         if world.chance(shape.operators):
             self.operators.act()
+        if shape.moves and world.chance(shape.moves):
+            self.operators.move()
+        if shape.resizes and world.chance(shape.resizes):
+            self.operators.resize()
+
+    def slots_moved(self, slots: frozenset[int], source: int, target: int) -> None:
+        """The map was replaced: from this moment on the target's disk counts."""
+        self.seen["slots moved"] += 1
+        live = self.disks[source].witness.slots_left(slots)
+        self.disks[target].witness.slots_arrived(slots, live, self.disks[target].store)
+
+    def shard_added(self, index: int) -> None:
+        self.seen["shard added"] += 1
+        self.facts.add_shard()
+        self.disks.append(Disk(self.world, Witness(self, index, frozenset())))
+
+    def shard_removed(self, index: int) -> None:
+        """The last shard was taken away: nothing may have been left on it."""
+        self.seen["shard taken away"] += 1
+        self.facts.remove_shard()
+        self.disks.pop().is_of_no_use = True
 
     def lost_part(self, what: str) -> None:
         self.has_lost_parts = True
@@ -215,7 +243,8 @@ class Cluster:
         self.world.settle()
         for _ in range(SETTLING_ROUNDS):
             is_open = any(disk.witness.promises or disk.witness.decisions for disk in self.disks)
-            if not is_open and not any(router.is_trying_again for router in self.supervisor.live_routers()):
+            routers = self.supervisor.live_routers()
+            if not is_open and not any(router.is_trying_again or router.is_moving for router in routers):
                 return
             self.world.run((ASK_AGAIN_MS + 10) * 1000)
             self.world.settle()
@@ -308,7 +337,7 @@ class Tally(NamedTuple):
     findings: list[tuple[int, str]]  # seed, and what was found
 
 
-def run_many(seeds: range, steps: int | None = None) -> Tally:
+def run_many(seeds: range, steps: int | None = None, style: Style | None = None) -> Tally:
     """Run seeds one after the other."""
     seen: Counter[str] = Counter()
     findings: list[tuple[int, str]] = []
@@ -316,7 +345,7 @@ def run_many(seeds: range, steps: int | None = None) -> Tally:
     gc.freeze()  # and what was there before is not looked through with them: under pytest, most of a collection
     try:
         for count, seed in enumerate(seeds):
-            outcome = run(seed, steps)
+            outcome = run(seed, steps, style=style)
             seen.update(outcome.seen)
             if outcome.finding is not None:
                 findings.append((seed, str(outcome.finding)))
@@ -328,16 +357,18 @@ def run_many(seeds: range, steps: int | None = None) -> Tally:
     return Tally(len(seeds), seen, findings)
 
 
-def explanation(seed: int, steps: int | None = None, events: int | None = TRACE_SHOWN) -> str:
+def explanation(
+    seed: int, steps: int | None = None, events: int | None = TRACE_SHOWN, style: Style | None = None
+) -> str:
     """A run in words: the last events (None: all), what was found, and how to see it again."""
-    again = run(seed, steps, tracing=True)
+    again = run(seed, steps, tracing=True, style=style)
     shown = again.trace if events is None else again.trace[-events:]
-    option = "" if steps is None else f" --steps {steps}"
+    options = ("" if steps is None else f" --steps {steps}") + ("" if style is None else f" --style {style}")
     return "\n".join(
         (
             f"seed {seed}, the last {len(shown)} of {len(again.trace)} events:",
             *shown,
             f"seed {seed}: {again.finding or 'nothing was found'}",
-            f"again: python scripts/simulate.py --seed {seed}{option}",
+            f"again: python scripts/simulate.py --seed {seed}{options}",
         )
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from common.config import Config
 from common.slots import SlotMap
+from router.resharding import Request, Resize
 from tests.simulation.network import Link
 from tests.simulation.router import RouterProcess
 from tests.simulation.shard import ShardProcess
@@ -53,6 +54,8 @@ class Supervisor:
         self.config = config
         self.shards = [ShardPlace(index) for index in range(slot_map.shards)]
         self.routers = [RouterPlace(index) for index in range(cluster.shape.routers)]
+        self.places_by_generation: dict[int, ShardPlace] = {}
+        self._leaving: list[ShardPlace] = []  # of shards that were taken away
         self.is_up = False
         self._routers_end = False  # they are told to, and none is started again
         self._shards_end = False
@@ -87,7 +90,7 @@ class Supervisor:
         if not self.is_up:
             return
         self._note("and all its children are killed")
-        for place in (*self.shards, *self.routers):
+        for place in (*self.shards, *self._leaving, *self.routers):
             if place.process is not None and place.process.is_alive:
                 place.process.kill()
         self._restart()
@@ -97,7 +100,7 @@ class Supervisor:
         if not self.is_up:
             return
         self._note("is killed; its children will notice")
-        for place in (*self.shards, *self.routers):
+        for place in (*self.shards, *self._leaving, *self.routers):
             if place.process is not None:
                 self._world.later(ORPHAN_US, place.process.supervisor_died)
         self.is_up = False
@@ -105,13 +108,15 @@ class Supervisor:
 
     def _wait_for_orphans(self) -> None:
         """A new server starts when the lock of the old one is free: the last of its children has ended."""
-        if any(place.process is not None and place.process.is_alive for place in (*self.shards, *self.routers)):
+        places = (*self.shards, *self._leaving, *self.routers)
+        if any(place.process is not None and place.process.is_alive for place in places):
             self._world.later(ORPHAN_US, self._wait_for_orphans)
         else:
             self._restart()
 
     def _restart(self) -> None:
         self.is_up = False
+        self._leaving.clear()
         for shard in self.shards:
             shard.process, shard.control, shard.is_ready = None, None, False
         for router in self.routers:
@@ -121,7 +126,7 @@ class Supervisor:
     # -- one child ------------------------------------------------------------------------------
 
     def kill_shard(self, index: int) -> bool:
-        process = self.shards[index].process
+        process = self.shards[index].process if index < len(self.shards) else None
         if process is None or not process.is_alive:
             return False
         process.kill()
@@ -145,8 +150,8 @@ class Supervisor:
         if not self.is_up:
             return
         if isinstance(process, ShardProcess):
-            shard = self.shards[process.index]
-            if shard.process is process:
+            shard = self.places_by_generation[process.generation]
+            if shard.process is process and shard in self.shards:  # nobody asks for one that was taken away
                 shard.process, shard.control, shard.is_ready = None, None, False
                 self._tell_routers("shard down", (process.index, process.generation))
                 if self._shards_end:
@@ -168,19 +173,20 @@ class Supervisor:
                     self._world.later(self._cluster.shape.restart_us, self._start_router, router)
 
     def _start_shard(self, place: ShardPlace) -> None:
-        if not self.is_up or self._shards_end or place.process is not None:
+        if not self.is_up or self._shards_end or place.process is not None or place not in self.shards:
             return
         self._generation += 1
+        self.places_by_generation[self._generation] = place
         ready = Link(self._world, self._cluster.control_us(), lambda: self._shard_is_ready(place, process))
         routers = [router.process.name for router in self.routers if router.process is not None]
-        process = ShardProcess(self._cluster, place.index, self._generation, self.config, routers, ready)
+        process = ShardProcess(self._cluster, place.index, self._generation, self.config, self.slot_map, routers, ready)
         self._note(f"starts {process.name} as generation {process.generation}")
         place.process = process
         place.control = Link(self._world, self._cluster.control_us(), process.told)
         self._world.later(START_US, process.start)
 
     def _shard_is_ready(self, place: ShardPlace, process: ShardProcess) -> None:
-        if not self.is_up or place.process is not process or place.is_ready:
+        if not self.is_up or place.process is not process or place.is_ready or place not in self.shards:
             return
         place.is_ready = True
         self._tell_routers("shard up", (process.index, process.generation))
@@ -193,8 +199,11 @@ class Supervisor:
         if not self.is_up or self._routers_end or place.process is not None:
             return
         self._generation += 1
+        requests = Link(
+            self._world, self._cluster.control_us(), lambda request: self._map_request(place, process, request)
+        )
         process = RouterProcess(
-            self._cluster, place.index, self._generation, self.config, self.slot_map, self._ready_shards()
+            self._cluster, place.index, self._generation, self.config, self.slot_map, self._ready_shards(), requests
         )
         self._note(f"starts {process.name}")
         place.process = process
@@ -226,6 +235,62 @@ class Supervisor:
             self._note("has stopped")
             self._restart()
 
+    # -- the slot map ---------------------------------------------------------------------------
+
+    def _map_request(self, place: RouterPlace, process: RouterProcess, request: Request) -> None:
+        """See `common.supervisor`: what was asked is checked and the map replaced in one step."""
+        if not self.is_up or place.process is not process or place.control is None:
+            return
+        refusal = self._refusal(request)
+        if refusal:
+            place.control.send("map refused", (request.number, refusal))
+            return
+        if isinstance(request, Resize):
+            self._resize(request.shards)
+            return
+        source = self.slot_map.owners[request.slots[0]]
+        self.slot_map = self.slot_map.moved(request.slots, request.target)
+        self._note(f"gives slots {request.slots} to shard-{request.target}")
+        self._cluster.slots_moved(frozenset(request.slots), source, request.target)
+        self._tell_map()
+
+    def _resize(self, shards: int) -> None:
+        self._note(f"has {shards} shards from now on")
+        before, self.slot_map = self.slot_map.shards, self.slot_map.resized(shards)
+        for index in range(before, shards):
+            self._cluster.shard_added(index)
+            self.shards.append(ShardPlace(index))
+        leaving = self.shards[shards:]
+        del self.shards[shards:]
+        for place in reversed(leaving):
+            self._cluster.shard_removed(place.index)
+            if place.control is not None:
+                place.control.send("stop", None)
+                self._leaving.append(place)
+        self._tell_map()
+        for place in self.shards[before:]:
+            self._start_shard(place)
+
+    def _tell_map(self) -> None:
+        for each in (*self.shards, *self.routers):
+            if each.control is not None:
+                each.control.send("map", self.slot_map)
+
+    def _refusal(self, request: Request) -> str:
+        """Why a map is not replaced; "" when it is."""
+        if isinstance(request, Resize):
+            if self._routers_end or self._leaving or max(self.slot_map.owners) >= request.shards:
+                return "not now"
+            return "the disk is full" if self._cluster.mishaps.map_fails() else ""
+        if request.target >= len(self.shards):
+            return f"there is no shard {request.target}"
+        source = self.slot_map.owners[request.slots[0]]
+        for index, generation in ((source, request.source_generation), (request.target, request.target_generation)):
+            process = self.shards[index].process
+            if process is None or process.generation != generation:
+                return f"shard {index} was started again during the move"
+        return "the disk is full" if self._cluster.mishaps.map_fails() else ""
+
     # -- for all children -----------------------------------------------------------------------
 
     def configure(self, config: Config) -> None:
@@ -237,7 +302,7 @@ class Supervisor:
 
     def shard_process(self, index: int) -> ShardProcess | None:
         """The process that is up, None while there is none."""
-        process = self.shards[index].process
+        process = self.shards[index].process if index < len(self.shards) else None
         return process if process is not None and process.is_up else None
 
     def live_routers(self) -> list[RouterProcess]:

@@ -159,9 +159,9 @@ def test_the_runs_meet_every_step_of_a_transaction(monkeypatch: pytest.MonkeyPat
     taken: set[int] = set()
     apply = Machine.apply
 
-    def noting(self: Machine, router: str, operation: Operation, now: Instant) -> None:
+    def noting(self: Machine, router: str, operation: Operation, now: Instant, epoch: int) -> None:
         taken.add(operation[1])
-        apply(self, router, operation, now)
+        apply(self, router, operation, now, epoch)
 
     monkeypatch.setattr(Machine, "apply", noting)
     run_many(range(40))

@@ -9,7 +9,7 @@ is answered before it is durable.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,14 @@ import msgpack
 from common import job_ids, wire
 from common import queue_pb2 as pb
 from common.config import Config
+from common.slots import slot_of
 from common.wire import AdminCommand, EnqueueJob, Envelope, LeasedJob, Op, Operation, Outcome, Result, Vote
 from router.front import Status
 from shard import keys
 from shard.machine import Machine
+from shard.migration import FAMILIES
 from shard.state import Instant
-from shard.store import Family
+from shard.store import Family, Store
 from shard.store_memory import MemoryStore
 from tests.simulation.facts import Promise, StoredJob
 from tests.simulation.words import job_in_words
@@ -54,12 +56,36 @@ class Counts:
         self.keys = 0
 
 
-class Witness:
-    """What one disk holds and has held. Its state is that of the last written batch."""
+class SlotView(MemoryStore):
+    """What a store holds of some slots, and all that belongs to no slot."""
 
-    def __init__(self, cluster: Cluster, shard: int) -> None:
+    def __init__(self, store: MemoryStore, slots: frozenset[int]) -> None:
+        super().__init__()
+        self._store = store
+        self._slots = slots
+        self.pending = [
+            {key: value for key, value in changes.items() if self._counts(family, key)}
+            for family, changes in enumerate(store.pending)
+        ]
+
+    def _counts(self, family: int, key: bytes) -> bool:
+        return family not in FAMILIES or keys.slot_of_key(key) in self._slots
+
+    def _stored_value(self, family: Family, key: bytes) -> bytes | None:
+        return self._store._stored_value(family, key) if self._counts(family, key) else None
+
+    def _stored_pairs(self, family: Family, start: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+        return (pair for pair in self._store._stored_pairs(family, start, end) if self._counts(family, pair[0]))
+
+
+class Witness:
+    """What one disk holds and has held of the slots that its shard owns by the map that is stored. Its state is
+    that of the last written batch."""
+
+    def __init__(self, cluster: Cluster, shard: int, slots: frozenset[int]) -> None:
         self.facts = cluster.facts
         self.shard = shard
+        self.slots = slots
         self.places: dict[bytes, Place] = {}
         self.promises: dict[int, Promise] = {}
         self.decisions: dict[int, list[int]] = {}
@@ -81,6 +107,7 @@ class Witness:
         self._operations: dict[int, Operation] = {}
         self._routers: dict[int, str] = {}  # who sent an operation that claims
         self._drained: dict[int, list[bytes]] = {}
+        self._removing: dict[int, str] = {}  # removals that are not answered, with their queues
         self._made: dict[tuple[str, int], int] = {}  # results that have not left, and when they may
         self._forget_turn()
 
@@ -109,6 +136,7 @@ class Witness:
         self._operations.clear()
         self._routers.clear()
         self._drained.clear()
+        self._removing.clear()
         self._made.clear()
         claim = machine._claim
         machine._claim = lambda *terms: self._claim(claim, *terms)  # type: ignore[method-assign]
@@ -121,6 +149,38 @@ class Witness:
                 happened(self.shard, *what)
         del self._tail[:batches]
         self._durable += batches
+
+    def slots_left(self, slots: frozenset[int]) -> set[bytes]:
+        """The slots count here no more. Returns their live jobs."""
+        self.slots -= slots
+        for events in self._tail:
+            for _, job_id, *_ in events:
+                if isinstance(job_id, bytes) and job_ids.slot(job_id) in slots:
+                    raise self._find("moved", f"{job_in_words(job_id)} changed after its last copy")
+        if any(job_ids.slot(job_id) in slots for promise in self.promises.values() for _, job_id in promise.jobs):
+            raise self._find("moved", "an undecided batch was left behind")
+        live = {job_id for job_id in self.facts.live[self.shard] if job_ids.slot(job_id) in slots}
+        self.facts.live[self.shard] -= live
+        for job_id in live:
+            self.places.pop(job_id, None)
+        for by_place in (self._counts, self._names):
+            for place in [place for place in by_place if keys.slot_of_key(place) in slots]:
+                del by_place[place]
+        return live
+
+    def slots_arrived(self, slots: frozenset[int], live: set[bytes], store: MemoryStore) -> None:
+        """The slots count here from now on: what is durable has to be all of it, and nothing else."""
+        view = SlotView(store.as_durable(), slots)
+        before = set(self.places)
+        for name, (ready, scheduled, leased, _) in self._add_rows(view).items():
+            self._depths[name] = ready + scheduled + leased
+        arrived = self.places.keys() - before
+        if live != arrived:
+            one = min(live ^ arrived)
+            text = "did not arrive with its slot" if one in live else "had ended, and arrived with its slot"
+            raise self._find("moved", f"{job_in_words(one)} {text}")
+        self.facts.live[self.shard] |= live
+        self.slots |= slots
 
     def crashed(self, kept: int, store: MemoryStore) -> None:
         """Of the batches that were not durable the first ones were kept."""
@@ -135,10 +195,6 @@ class Witness:
 
     def _read(self, store: MemoryStore) -> None:
         """Begin again from what a restart finds, which has to be what is known to be durable."""
-        try:
-            counted = recount(store)
-        except AssertionError as error:
-            raise self._find("records", f"what is found after a restart does not fit together: {error}") from error
         self.places.clear()
         self.promises.clear()
         self.decisions.clear()
@@ -147,16 +203,7 @@ class Witness:
         self._names.clear()
         self._depths.clear()
         self._known.clear()
-        for family in _JOB_FAMILIES:
-            for key, value in store.scan(family, b"", b"\xff" * 64, _ALL):
-                self.places[value[:16]] = family, key
-                self._count(family, key, value, 1)
-        for key, value in store.scan(Family.LEASES, b"", b"\xff" * 64, _ALL):
-            self._count(Family.LEASES, key, value, 1)
-        for key, value in store.scan(Family.DEDUP, b"", b"\xff" * 64, _ALL):
-            self._count(Family.DEDUP, key, value, 1)
-        for key, value in store.scan(Family.QUEUES, b"", b"\xff" * 64, _ALL):
-            self._names[key] = keys.read_queue_value(value).name
+        counted = self._add_rows(self._view(store))
         for key, value in store.scan(Family.TRANSACTIONS, b"", b"\xff" * 64, _ALL):
             transaction = int.from_bytes(key[1:], "big")
             if key[:1] == b"p":
@@ -167,6 +214,27 @@ class Witness:
             ready, scheduled, leased, _ = counted.get(name, (0, 0, 0, 0))
             self._depths[name] = ready + scheduled + leased + self._held[name]
         self._compare_with_facts()
+
+    def _add_rows(self, store: Store) -> dict[str, tuple[int, int, int, int]]:
+        """Take in what is stored, which has to fit together; returns the counts of each queue."""
+        try:
+            counted = recount(store)
+        except AssertionError as error:
+            raise self._find("records", f"what is found after a restart does not fit together: {error}") from error
+        for family in _JOB_FAMILIES:
+            for key, value in store.scan(family, b"", b"\xff" * 64, _ALL):
+                self.places[value[:16]] = family, key
+                self._count(family, key, value, 1)
+        for family in (Family.LEASES, Family.DEDUP):
+            for key, value in store.scan(family, b"", b"\xff" * 64, _ALL):
+                self._count(family, key, value, 1)
+        for key, value in store.scan(Family.QUEUES, b"", b"\xff" * 64, _ALL):
+            self._names[key] = keys.read_queue_value(value).name
+        return counted
+
+    def _view(self, store: MemoryStore) -> MemoryStore:
+        """What counts here. Nothing else is there unless slots move."""
+        return SlotView(store, self.slots) if self._cluster.shape.moves else store
 
     def _compare_with_facts(self) -> None:
         facts, shard = self.facts, self.shard
@@ -209,10 +277,13 @@ class Witness:
                 if drained is not None:
                     del drained[operation[3] :]
             elif kind == Op.ADMIN and operation[2] in _REMOVING:
-                self._removed_from.add(operation[3])
+                self._removing[op_id] = operation[3]
 
     def results(self, results: list[tuple[str, Result]]) -> None:
         self._results = list(results)
+        self._removed_from.update(self._removing.values())
+        for _, result in results:
+            self._removing.pop(result[0], None)
         for _, (op_id, status, data) in results:
             if op_id == 0 or status != Status.OK:
                 continue
@@ -251,6 +322,7 @@ class Witness:
     def turn_ends(self, store: MemoryStore) -> None:
         """The turn is closed and will be written now."""
         if any(store.pending):
+            store = self._view(store)
             events: list[tuple[Any, ...]] = []
             put, touched = self._read_jobs(store, events)
             self._read_leases(store, put, touched)
@@ -486,6 +558,8 @@ class Witness:
             queue = machine._queues.get(name)
             if queue is None or not queue.ready or queue.closing_until_ms > machine._now.wall_ms:
                 continue
+            if queue.slot in machine._ownership.held_slots:
+                continue
             start, end = keys.queue_key(queue.slot, queue.number), keys.queue_end(queue.slot, queue.number)
             for key, record in store.scan(Family.JOBS, start, end, _ALL):
                 sequence = keys.read_job_key(key)[3]
@@ -662,7 +736,8 @@ class Witness:
 
     def _check_forgotten(self, transaction: int) -> None:
         for other in self.decisions.pop(transaction):
-            if transaction in self.facts.promised[other]:
+            # A shard that was taken away had promised nothing any more.
+            if other < len(self.facts.promised) and transaction in self.facts.promised[other]:
                 text = f"tx {transaction} is forgotten, and shard-{other} does not know yet that it is decided"
                 raise self._find("forgotten", text)
 
@@ -676,6 +751,10 @@ class Witness:
             if any(each):
                 counted[self._names[place]] = each
         in_memory = {name: each for name, each in self._machine.counts().items() if any(each)}
+        if self._cluster.shape.moves:  # the machine may not have heard yet of what is stored
+            both = self.slots & self._machine._ownership.owned
+            counted = {name: each for name, each in counted.items() if slot_of(name) in both}
+            in_memory = {name: each for name, each in in_memory.items() if slot_of(name) in both}
         if counted != in_memory:
             raise self._find("counters", f"{in_memory} in memory, {counted} stored")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common import job_ids, wire
-from common.wire import AdminCommand, Op, Question
+from common.wire import MOVED, AdminCommand, Op, Question
 from router.front import Status
 
 # What is shown of one envelope, in operations or results.
@@ -61,7 +61,7 @@ def result_in_words(result: list[Any]) -> str:
     if op_id == 0:
         return f"asks {Question(data[0]).name} tx {' '.join(str(part) for part in data[1:])}"
     if status != Status.OK:
-        return f"{op_id} {Status(status).name}"
+        return f"{op_id} {_status(status)}"
     return f"{op_id} OK {_value(data)}".rstrip()
 
 
@@ -74,3 +74,7 @@ def _value(data: Any) -> str:
         shown = [_value(each) for each in data[:4]]
         return "[" + ", ".join(shown + (["…"] if len(data) > 4 else [])) + "]"
     return str(data)
+
+
+def _status(status: int) -> str:
+    return "MOVED" if status == MOVED else Status(status).name

@@ -194,6 +194,12 @@ class FakeShard:
         """The result of one operation."""
         self.send([operation[0], status, data])
 
+    def moved(self, *operations: Operation, epoch: int = 2) -> None:
+        """Its map has this epoch, and by it the slots of these operations are elsewhere."""
+        for operation in operations:
+            del self.waiting[operation[0]]
+        self.send(*([operation[0], wire.MOVED, epoch] for operation in operations))
+
     def crowd(self) -> None:
         """Keep it busy, so that what comes next is not sent to it."""
         for number in range(2):
@@ -243,8 +249,7 @@ class RouterDriver:
     def __post_init__(self) -> None:
         self.now = Moment(WALL_MS, MONO_MS)
         self.generation = 100
-        owners = SlotMap.even(self.shards_count).owners
-        self.core = Core(ROUTER, VERSION, self.config, owners, self.shards_count, FIRST_OP_ID, bytes)
+        self.core = Core(ROUTER, VERSION, self.config, SlotMap.even(self.shards_count), FIRST_OP_ID, bytes)
         self.shards = [FakeShard(self, index) for index in range(self.shards_count)]
         self._replies: dict[int, Reply] = {}  # by id() of their call
         # Watched calls whose answer is on its way.
@@ -333,6 +338,13 @@ class RouterDriver:
             if reply.call.method in WATCHED_METHODS:
                 self._leaving[id(reply.call)] = reply.call
 
+    # -- slots ---------------------------------------------------------------------------------
+
+    def move(self, *queues: str, target: int) -> None:
+        """The slot map is replaced: another shard owns the slots of these queues."""
+        slots = {slot_of(queue) for queue in queues}
+        self.core.map_changed(self.core.slot_map.moved(slots, target), self.now)
+
     # -- time ----------------------------------------------------------------------------------
 
     def pass_ms(self, duration_ms: int) -> None:
@@ -385,8 +397,11 @@ def assert_idle(core: Core) -> None:
     assert core._watched == {}
     assert core._recoveries == {}
     assert core.next_timer_ms() is None
-    for outbound in core.shards:
+    assert (core.requests, core._early) == ([], [])
+    for outbound in core.shards[: core.slot_map.shards]:
         assert outbound.messages == []
+        assert (outbound.returned, list(outbound._later)) == ([], [])
+        assert (outbound._blocked_by, outbound._blocks) == (set(), {})
         assert [pending.operation for pending in outbound._unsent if not pending.withdrawn] == []
         assert [pending.operation for pending in outbound._sent.values()] == []
         assert outbound._withdrawn == len(outbound._unsent)

@@ -16,10 +16,11 @@ import pytest
 
 from common import job_ids
 from common.config import Config, StorageSection
-from common.slots import slot_of
-from common.wire import DeadLetter, EnqueueJob, LeasedJob, Op, Operation, Result, Strategy
+from common.slots import SLOT_COUNT, slot_of
+from common.wire import DeadLetter, EnqueueJob, LeasedJob, MoveCommand, Op, Operation, Result, Strategy
 from shard import keys
-from shard.machine import Machine
+from shard.machine import FAILED_PRECONDITION, Machine
+from shard.migration import FAMILIES
 from shard.state import Instant
 from shard.store import Family, Store
 from shard.store_memory import MemoryStore
@@ -83,7 +84,10 @@ class Shard:
         self.turns_written = 0
         self._op_ids = count(1)
         self._within_turn = False
-        self.machine = Machine(home.store, self.config, self.now)
+        self.machine = self.new_machine()
+
+    def new_machine(self) -> Machine:
+        return Machine(self.store, self.config, self.now)
 
     @property
     def now(self) -> Instant:
@@ -167,7 +171,7 @@ class Shard:
     def start(self, down_ms: int = 0) -> None:
         self.wall_ms += down_ms
         self.mono_ms += down_ms
-        self.machine = Machine(self.store, self.config, self.now)
+        self.machine = self.new_machine()
 
     # -- operations ---------------------------------------------------------------------------
 
@@ -324,6 +328,117 @@ class Shard:
         assert counters == counted, f"{counters} in memory, {counted} in the store"
 
 
+# -- slots that move ------------------------------------------------------------------------------
+
+
+class OwningShard(Shard):
+    """A shard that owns what a `Cluster` says."""
+
+    def __init__(self, home: Home, index: int, cluster: Cluster) -> None:
+        self.index = index
+        self.cluster = cluster
+        super().__init__(home)
+        self._op_ids = cluster.op_ids
+
+    def new_machine(self) -> Machine:
+        cluster = self.cluster
+        return Machine(
+            self.store, self.config, self.now, self.index, cluster.routers, tuple(cluster.owners), cluster.epoch
+        )
+
+    def step(self, command: MoveCommand, *arguments: object, router: str = ROUTER) -> Any:
+        """One step of a move; the data of its result."""
+        return self._data(self.send(Op.MOVE, command, *arguments, router=router))
+
+    def refusal(self, command: MoveCommand, *arguments: object, router: str = ROUTER) -> str:
+        """The text with which a step is refused."""
+        answer = self.answer(self.send(Op.MOVE, command, *arguments, router=router))
+        assert answer is not None and answer[0] == FAILED_PRECONDITION
+        text: str = answer[1]
+        return text
+
+    def told_map(self) -> None:
+        self.machine.map_changed(self.cluster.epoch, tuple(self.cluster.owners), self.now)
+        self._take()
+
+    def rows_of(self, slots: Iterable[int]) -> list[tuple[Family, bytes, bytes]]:
+        """All that is stored of some slots."""
+        return [
+            (family, key, value)
+            for family in FAMILIES
+            for slot in sorted(slots)
+            for key, value in self.store.scan(family, keys.slot_prefix(slot), keys.slot_end(slot), 1 << 40)
+        ]
+
+
+class Cluster:
+    """Shards of one slot map, in which shard 0 owns all at first, and the steps of the router that moves slots."""
+
+    def __init__(self, homes: Sequence[Home]) -> None:
+        self.routers = [ROUTER, OTHER_ROUTER]
+        self.owners = [0] * SLOT_COUNT
+        self.epoch = 1
+        self.op_ids = count(1)
+        self.shards = [OwningShard(home, index, self) for index, home in enumerate(homes)]
+
+    def move(self, slots: Sequence[int], source: int = 0, target: int = 1, part_bytes: int = MIB) -> None:
+        """All steps, with nothing in between."""
+        self.clear(slots, target)
+        self.shards[source].step(MoveCommand.OPEN, list(slots))
+        self.copy(source, target, part_bytes)
+        assert self.shards[source].step(MoveCommand.HOLD) is True
+        self.copy_changes(source, target, part_bytes)
+        self.switch(slots, target)
+
+    def clear(self, slots: Sequence[int], target: int = 1) -> None:
+        for _ in range(1_000):
+            if self.shards[target].step(MoveCommand.CLEAR, list(slots)):
+                return
+            self.shards[target].tick()
+        raise AssertionError("the target never becomes empty")
+
+    def copy(self, source: int = 0, target: int = 1, part_bytes: int = MIB) -> None:
+        """READ to its end."""
+        while not self.copy_part(source, target, part_bytes):
+            pass
+
+    def copy_part(self, source: int = 0, target: int = 1, part_bytes: int = MIB) -> bool:
+        """Whether it was the last one."""
+        found, done = self.shards[source].step(MoveCommand.READ, part_bytes)
+        self._pass_on(found, target)
+        return bool(done)
+
+    def copy_changes(self, source: int = 0, target: int = 1, part_bytes: int = MIB) -> None:
+        """CHANGES to its end."""
+        left = 1
+        while left:
+            found, left = self.shards[source].step(MoveCommand.CHANGES, part_bytes)
+            self._pass_on(found, target)
+
+    def _pass_on(self, found: list[Any], target: int) -> None:
+        sent = [list(row) for row in found]
+        self.shards[target].step(MoveCommand.RECEIVE, sent, self.shards[target].wall_ms)
+
+    def switch(self, slots: Iterable[int], target: int = 1) -> None:
+        """The map is replaced, and all shards hear of it."""
+        self.replace_map(slots, target)
+        for shard in self.shards:
+            shard.told_map()
+
+    def replace_map(self, slots: Iterable[int], target: int = 1) -> None:
+        for slot in slots:
+            self.owners[slot] = target
+        self.epoch += 1
+
+    def pass_time(self, ms: int = 0) -> None:
+        for shard in self.shards:
+            shard.pass_time(ms)
+
+    def check(self) -> None:
+        for shard in self.shards:
+            shard.check()
+
+
 def job(
     queue: str = "q",
     body: bytes = b"",
@@ -442,6 +557,22 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
     made: Home = MemoryHome() if request.param == "memory" else RocksHome(tmp_path / "shard")
     yield made
     made.store.close()
+
+
+@pytest.fixture(params=["memory", "rocks"])
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    """Two shards, whose counters are compared with their stores at the end, when all is deleted that has left."""
+    homes: list[Home] = (
+        [MemoryHome(), MemoryHome()]
+        if request.param == "memory"
+        else [RocksHome(tmp_path / "shard-0"), RocksHome(tmp_path / "shard-1")]
+    )
+    made = Cluster(homes)
+    yield made
+    made.pass_time()
+    made.check()
+    for home in homes:
+        home.store.close()
 
 
 @pytest.fixture

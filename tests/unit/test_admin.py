@@ -14,9 +14,9 @@ import shard.machine as machine_module
 from common import admin_pb2 as pb
 from common import job_ids
 from common.queue_pb2 import DeadLetterRecord, DrainDeadLettersRequest, DrainDeadLettersResponse, Job, Payload
-from common.slots import slot_of
+from common.slots import SlotMap, slot_of
 from common.wire import AdminCommand, JobRow, JobState, Op, Outcome, QueueRow, Strategy, Totals
-from router.admin import PREVIEW_BYTES, Admin, Refused
+from router.admin import PREVIEW_BYTES, Admin, Refused, Slots
 from router.admin_service import AdminService
 from router.front import Call, Status
 from shard.admin import ABORTED, CLOSING_MS, FAILED_PRECONDITION, NOT_FOUND, UNIMPLEMENTED
@@ -960,6 +960,13 @@ class OneShard:
         return status, data
 
 
+class OneShardOnly(Slots):
+    """The slot map of a server of one shard."""
+
+    def slot_map(self) -> SlotMap:
+        return SlotMap.even(1)
+
+
 class Impatient:
     """Waits by letting the shard's time pass, for so many pauses."""
 
@@ -982,7 +989,7 @@ def one_shard(shard: Shard) -> OneShard:
 
 @pytest.fixture
 def admin(one_shard: OneShard) -> Admin:
-    return Admin(one_shard, [0] * 4096, 1)
+    return Admin(one_shard, OneShardOnly())
 
 
 def body_of(data: bytes = b"x", **fields: Any) -> bytes:
@@ -1136,6 +1143,15 @@ class RouterWithDeadLetters:
     def ask(self, shard: int, arguments: list[Any], done: Callable[[int, Any], None]) -> None:
         raise AssertionError("no queue is named")
 
+    def slot_map(self) -> SlotMap:
+        return SlotMap.even(1)
+
+    def begin_move(self, slots: list[int], target: int, bytes_per_second: int, done: Callable[..., None]) -> None:
+        raise AssertionError("nothing is moved")
+
+    def set_shards(self, shards: int, done: Callable[..., None]) -> None:
+        raise AssertionError("nothing is changed")
+
     def call_trusted(self, call: Call) -> None:
         request = DrainDeadLettersRequest.FromString(call.request)
         self.asked.append(request.max)
@@ -1162,7 +1178,7 @@ def test_a_drain_goes_on_batch_by_batch_until_it_has_what_was_asked_for(
     tmp_path: Path, wanted: int, asked: list[int]
 ) -> None:
     router = RouterWithDeadLetters(500)
-    service = AdminService(tmp_path, router, [0] * 4096, 1)
+    service = AdminService(tmp_path, router)
     answers = list(service._drain(pb.DrainDeadLettersRequest(max=wanted), OpenContext()))
     assert router.asked == asked
     assert sum(len(DrainDeadLettersResponse.FromString(answer).records) for answer in answers) == (wanted or 500)
@@ -1171,7 +1187,7 @@ def test_a_drain_goes_on_batch_by_batch_until_it_has_what_was_asked_for(
 
 def test_a_drain_whose_caller_goes_away_gives_its_last_answer_back(tmp_path: Path) -> None:
     router = RouterWithDeadLetters(500)
-    service = AdminService(tmp_path, router, [0] * 4096, 1)
+    service = AdminService(tmp_path, router)
     drain = service._drain(pb.DrainDeadLettersRequest(), OpenContext())
     next(drain)
     assert router.left == []

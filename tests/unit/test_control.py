@@ -13,20 +13,24 @@ import pytest
 
 from common import control
 from common.control import (
+    CommitMove,
     ConfigChanged,
     ControlError,
     ControlLink,
     Drain,
     Fatal,
+    MapRefused,
     Message,
     Ready,
     RouterDown,
     RouterUp,
     Served,
     Serving,
+    SetShards,
     ShardAddress,
     ShardDown,
     ShardUp,
+    SlotMapChanged,
     StartRouter,
     StartShard,
     Stop,
@@ -69,6 +73,15 @@ TO_CHILD = [
     Serving(),
     Drain(grace_ms=30_000),
     ConfigChanged(config={"queues": [{"name": "mail"}]}),
+    SlotMapChanged(epoch=2, shards=2, owners=[0, 1]),
+    MapRefused(request=3, text="shard 1 was started again"),
+]
+FROM_CHILD = [
+    Ready(),
+    Served(),
+    Fatal(text="disk\nfull"),
+    CommitMove(request=3, slots=[5, 6], target=1, source_generation=7, target_generation=9),
+    SetShards(request=4, shards=8),
 ]
 
 
@@ -101,7 +114,7 @@ def test_a_message_to_a_child_survives_its_line(message: Message) -> None:
     assert control.decode_to_child(line) == message
 
 
-@pytest.mark.parametrize("message", [Ready(), Served(), Fatal(text="disk\nfull")], ids=["ready", "served", "fatal"])
+@pytest.mark.parametrize("message", FROM_CHILD, ids=lambda message: message.kind)
 def test_a_message_from_a_child_survives_its_line(message: Message) -> None:
     line = control.encode(message)
     assert line.count(b"\n") == 1 and line.endswith(b"\n")
@@ -122,9 +135,10 @@ def test_what_is_no_message_is_an_error_of_one_line(line: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_child_cannot_be_told_what_only_children_say() -> None:
+@pytest.mark.parametrize("message", FROM_CHILD, ids=lambda message: message.kind)
+def test_a_child_cannot_be_told_what_only_children_say(message: Message) -> None:
     with pytest.raises(ControlError):
-        control.decode_to_child(control.encode(Ready()))
+        control.decode_to_child(control.encode(message))
 
 
 def test_the_control_fd_is_read_from_the_arguments() -> None:

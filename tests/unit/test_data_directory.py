@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from common import data_directory
-from common.data_directory import DataDirectory, DataDirectoryError
+from common.data_directory import DataDirectory, DataDirectoryError, holder_of
 from common.slots import SlotMap, SlotMapError
 
 
@@ -140,10 +140,13 @@ def test_an_existing_directory_keeps_its_shards(tmp_path: Path, environ: dict[st
         assert directory.slot_map(None) == directory.slot_map(3) == SlotMap.even(3)
 
 
-def test_another_number_of_shards_names_the_script_that_changes_it(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_another_number_of_shards_names_the_command_that_changes_it(tmp_path: Path, environ: dict[str, str]) -> None:
     with DataDirectory.open(tmp_path, environ) as directory:
         directory.slot_map(3)
-        with pytest.raises(DataDirectoryError, match=r"is 4, but .* has 3 shards, and .*scripts/rebalance\.py"):
+        expected = (
+            r"is 4, but .* has 3 shards; run `seppd rebalance apply --shards 4`, set server\.shards to 3, or leave"
+        )
+        with pytest.raises(DataDirectoryError, match=expected):
             directory.slot_map(4)
 
 
@@ -161,6 +164,61 @@ def test_a_shard_directory_that_has_gone_is_not_replaced_by_an_empty_one(
         directory.shard_path(1).rmdir()
         with pytest.raises(DataDirectoryError, match=r"shard-1 is missing"):
             directory.slot_map(2)
+
+
+def test_the_missing_directory_of_a_shard_without_slots_is_made_anew(tmp_path: Path, environ: dict[str, str]) -> None:
+    with DataDirectory.open(tmp_path, environ) as directory:
+        directory.slot_map(2).resized(3).save(tmp_path)
+        assert directory.slot_map(None).shards == 3
+        assert stat.S_IMODE((tmp_path / "shard-2").stat().st_mode) == 0o700
+
+
+def test_directories_of_shards_that_were_taken_away_are_deleted(tmp_path: Path, environ: dict[str, str]) -> None:
+    with DataDirectory.open(tmp_path, environ) as directory:
+        directory.slot_map(2)
+        for name in ("shard-2", "shard-10"):
+            (tmp_path / name / "below").mkdir(parents=True)
+            (tmp_path / name / "CURRENT").write_text("x")
+        directory.slot_map(2)
+        assert sorted(path.name for path in tmp_path.glob("shard-*")) == ["shard-0", "shard-1"]
+
+
+@pytest.mark.parametrize("name", ["shard-02", "shard-2.bak", "shard-two", "shard-", "my-shard-2"])
+def test_what_is_no_directory_of_a_shard_is_not_deleted(tmp_path: Path, environ: dict[str, str], name: str) -> None:
+    with DataDirectory.open(tmp_path, environ) as directory:
+        directory.slot_map(1)
+        (tmp_path / name).mkdir()
+        directory.slot_map(1)
+        assert (tmp_path / name).is_dir()
+
+
+def test_a_file_or_a_link_named_like_a_shard_is_not_deleted(tmp_path: Path, environ: dict[str, str]) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    with DataDirectory.open(tmp_path / "data", environ) as directory:
+        directory.slot_map(1)
+        (directory.path / "shard-1").write_text("")
+        (directory.path / "shard-2").symlink_to(tmp_path / "elsewhere")
+        directory.slot_map(1)
+        assert (directory.path / "shard-1").is_file() and (directory.path / "shard-2").is_symlink()
+
+
+def test_an_added_shard_starts_with_an_empty_directory(tmp_path: Path, environ: dict[str, str]) -> None:
+    with DataDirectory.open(tmp_path, environ) as directory:
+        (tmp_path / "shard-1").mkdir()
+        (tmp_path / "shard-1" / "CURRENT").write_text("old")
+        directory.add_shard(1)
+        assert list((tmp_path / "shard-1").iterdir()) == []
+        directory.remove_shard(1)
+        directory.remove_shard(1)
+        assert not (tmp_path / "shard-1").exists()
+
+
+def test_who_holds_a_directory_can_be_asked_without_taking_it(tmp_path: Path, environ: dict[str, str]) -> None:
+    assert holder_of(tmp_path) is None
+    with DataDirectory.open(tmp_path, environ):
+        assert holder_of(tmp_path) == os.getpid()
+    assert holder_of(tmp_path) is None
+    DataDirectory.open(tmp_path, environ).close()
 
 
 def test_data_without_a_slot_map_is_not_given_a_new_one(tmp_path: Path, environ: dict[str, str]) -> None:

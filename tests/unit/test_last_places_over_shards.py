@@ -47,14 +47,13 @@ class World:
         self.caps = caps
         queues = [{"name": name, "max_queue_depth": cap} for name, cap in caps.items()]
         config = configured(limits={"default_max_attempts": 100}, queues=queues)
-        owners = SlotMap.even(SHARDS).owners
         names = [f"router-{index}" for index in range(ROUTERS)]
         self.stores = [MemoryStore() for _ in range(SHARDS)]
         self.machines = [
             Machine(store, config, Instant(WALL_MS, MONO_MS), index, names) for index, store in enumerate(self.stores)
         ]
         self.routers = [
-            Core(name, "1", config, owners, SHARDS, (index + 1) << 32, self.random.randbytes)
+            Core(name, "1", config, SlotMap.even(SHARDS), (index + 1) << 32, self.random.randbytes)
             for index, name in enumerate(names)
         ]
         self._to_shard: dict[tuple[int, int], deque[bytes]] = {}  # by router and shard

@@ -9,7 +9,8 @@ from common.config import Config
 from common.slots import slot_of
 from common.wire import LeasedJob, Strategy
 from shard.dead_letters import DeadLetterCause
-from shard.machine import FAILED_PRECONDITION, NOT_FOUND, TICK_LIMIT, retry_delay_ms
+from shard.machine import FAILED_PRECONDITION, NOT_FOUND, TICK_LIMIT
+from shard.retries import retry_delay_ms
 from shard.store import Family
 from tests.unit import shard_driver
 from tests.unit.shard_driver import LEASE_MS, WALL_START_MS, Shard, job, rows
@@ -345,7 +346,7 @@ def test_extending_a_lease_over_and_over_does_not_gather_in_memory(shard: Shard)
     with shard.one_turn():
         for _ in range(3_000):
             shard.extend(leased, LEASE_MS)
-    assert len(shard.machine._expiries) <= 1_026
+    assert len(shard.machine._out.timers) <= 1_026
 
 
 # -- expiry -----------------------------------------------------------------------------------

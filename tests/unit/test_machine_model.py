@@ -26,7 +26,8 @@ from common import job_ids
 from common.wire import EnqueueJob, LeasedJob, Outcome, Strategy
 from shard import keys, machine, ready
 from shard.dead_letters import DeadLetterCause
-from shard.machine import FAILED_PRECONDITION, JOB_OVERHEAD_BYTES, NOT_FOUND, retry_delay_ms
+from shard.machine import FAILED_PRECONDITION, JOB_OVERHEAD_BYTES, NOT_FOUND
+from shard.retries import retry_delay_ms
 from shard.store import Family
 from tests.unit.shard_driver import Home, MemoryHome, RocksHome, Shard, job, names_of_one_slot, queue_names, rows
 

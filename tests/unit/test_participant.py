@@ -13,8 +13,9 @@ import msgpack
 import pytest
 
 from common.wire import AdminCommand, EnqueueJob, Fate, LeasedJob, Op, Outcome, Question, Vote
-from shard.machine import ASK_AGAIN_MS, RETIRE_AFTER_MS, Machine
+from shard.machine import RETIRE_AFTER_MS, Machine
 from shard.store import Family
+from shard.transactions import ASK_AGAIN_MS
 from tests.unit import shard_driver
 from tests.unit.shard_driver import OTHER_ROUTER, ROUTER, WALL_START_MS, Home, MemoryHome, Shard, bodies, job, rows
 

@@ -6,6 +6,7 @@ import pytest
 
 from common import wire
 from common.config import Config
+from common.slots import SLOT_COUNT
 from common.wire import Op
 from shard.commit import GroupCommit
 from shard.machine import Machine
@@ -84,9 +85,9 @@ class Driven:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.reach: list[int] = []
-        machine = Machine(self.store, Config(), NOW, 0, [ROUTER])
+        self.machine = Machine(self.store, Config(), NOW, 0, [ROUTER])
         begin = lambda: self.reach.append(self.store.begin_sync())  # noqa: E731
-        self.turns = Turns(machine, self.store, "shard-0", GENERATION, begin)
+        self.turns = Turns(self.machine, self.store, "shard-0", GENERATION, begin)
 
     def take(self, *operations: list[object], number: int = 1, generation: int = GENERATION) -> int | None:
         return self.turns.take(wire.pack(generation, ROUTER, number, list(operations)), NOW)
@@ -170,3 +171,24 @@ def test_after_a_failure_nothing_is_said_to_be_done_and_no_envelope_to_be_taken(
         driven.turn(enqueue(2), number=2)
     driven.turns.failed("no space left")
     assert driven.sent() == [(0, [(1, INTERNAL)]), (0, [(2, INTERNAL)])]
+
+
+def test_answers_carry_the_epoch_of_the_map_that_is_known_here() -> None:
+    driven = Driven()
+    driven.turn([1, Op.KNOWN, ["q"]])
+    driven.machine.map_changed(5, [0] * SLOT_COUNT, NOW)
+    driven.turn([2, Op.KNOWN, ["q"]])
+    driven.end_sync()
+    assert [wire.unpack(message).epoch for _, message in driven.turns.messages] == [1, 5]
+
+
+def test_operations_of_an_envelope_by_a_newer_map_wait_for_it_and_the_envelope_counts_as_taken() -> None:
+    driven = Driven()
+    driven.turns.take(wire.pack(GENERATION, ROUTER, 1, [enqueue(1), enqueue(2)], epoch=2), NOW)
+    driven.turns.close()
+    driven.turns.write()
+    assert driven.sent() == [(1, [])]
+    driven.machine.map_changed(2, [0] * SLOT_COUNT, NOW)
+    driven.turn(number=2)
+    driven.end_sync()
+    assert driven.sent() == [(2, [(1, 0), (2, 0)])]

@@ -9,10 +9,13 @@ import pytest
 
 import shard.admin as admin_module
 from common import admin_pb2 as admin_pb
+from common.slots import SlotMap
 from common.wire import AdminCommand, Fate, Op, Outcome, Question, Vote
-from router.admin import Admin, Refused
+from router.admin import Admin, Patience, Refused
+from router.resharding import MoveOutcome
 from shard.admin import ABORTED, CLOSING_MS, FAILED_PRECONDITION
-from shard.machine import ASK_AGAIN_MS, RETIRE_AFTER_MS, UNAVAILABLE
+from shard.machine import RETIRE_AFTER_MS, UNAVAILABLE
+from shard.transactions import ASK_AGAIN_MS
 from tests.unit import shard_driver
 from tests.unit.shard_driver import OTHER_ROUTER, ROUTER, WALL_START_MS, Home, MemoryHome, job
 from tests.unit.test_last_places import (
@@ -364,6 +367,15 @@ class OneShard:
         status, data = self.shard.answer(self.shard.send(*arguments)) or (-1, None)
         return status, data
 
+    def slot_map(self) -> SlotMap:
+        return SlotMap.even(1)
+
+    def move(self, slots: list[int], target: int, bytes_per_second: int, patience: Patience) -> MoveOutcome | str:
+        raise AssertionError("nothing moves")
+
+    def set_shards(self, shards: int, patience: Patience) -> str | None:
+        raise AssertionError("nothing moves")
+
     def is_over(self) -> bool:
         return self.pauses > 2_000
 
@@ -380,7 +392,7 @@ def test_a_deletion_waits_for_a_silent_coordinator_and_counts_what_was_committed
     shard.enqueue()
     shard.promise(job(key="k"))
     server = OneShard(shard, {1_200: decide})
-    answer = Admin(server, [0] * 4096, 1).delete_queue(admin_pb.DeleteQueueRequest(queue="q", wait=True), server)
+    answer = Admin(server, server).delete_queue(admin_pb.DeleteQueueRequest(queue="q", wait=True), server)
     assert server.pauses == 1_200
     assert answer == admin_pb.DeleteQueueResponse(removed_jobs=jobs, removed_keys=keys)
     assert shard.stored() == {}
@@ -390,7 +402,7 @@ def test_a_deletion_that_may_not_wait_says_what_is_not_decided_and_the_queue_goe
     shard.promise(job())
     server = OneShard(shard, {})
     with pytest.raises(Refused) as refused:
-        Admin(server, [0] * 4096, 1).delete_queue(admin_pb.DeleteQueueRequest(queue="q"), server)
+        Admin(server, server).delete_queue(admin_pb.DeleteQueueRequest(queue="q"), server)
     assert refused.value.status == FAILED_PRECONDITION
     shard.commit()
     assert len(shard.drain()) == 1
