@@ -243,7 +243,8 @@ class Cluster:
         self.world.settle()
         for _ in range(SETTLING_ROUNDS):
             is_open = any(disk.witness.promises or disk.witness.decisions for disk in self.disks)
-            routers = self.supervisor.live_routers()
+            # Those that stop as well: they are waited for by the rest of the server.
+            routers = [place.process for place in self.supervisor.routers if place.process is not None]
             if not is_open and not any(router.is_trying_again or router.is_moving for router in routers):
                 return
             self.world.run((ASK_AGAIN_MS + 10) * 1000)
