@@ -137,6 +137,13 @@ class Front(Protocol):
     def start(self) -> None:
         """Listen and serve. Raises FrontError when the address cannot be had; a front starts once."""
 
+    def run_soon(self, work: Callable[[], None]) -> bool:
+        """Have the thread that brings calls do this next. False when it cannot, and the caller has to do it.
+
+        For any thread. Two threads that take turns for the interpreter's lock, once or more for each call,
+        cost a third more than one that does the work of both.
+        """
+
     def set_serving(self, serving: bool) -> None:
         """What the health service says of "" and of the queue service; not serving at first."""
 

@@ -601,6 +601,32 @@ def calls_alive() -> int:
     return sum(isinstance(one, QueueCall | AioCall) for one in gc.get_objects())
 
 
+# -- work of others ----------------------------------------------------------------------------------
+
+
+def test_work_that_is_handed_over_runs_in_the_thread_that_brings_calls(open_front: Open, dial: Dial) -> None:
+    threads: SimpleQueue[str] = SimpleQueue()
+
+    def note(call: Call | None = None) -> None:
+        threads.put(threading.current_thread().name)
+        if call is not None:
+            call.reply(b"")
+
+    front = open_front(Script(note))
+    rpc(dial(front), "Ack")(b"", timeout=PATIENCE_S)
+    assert heard(threads) == "grpc-front"
+    for _ in range(100):
+        assert front.run_soon(note)
+    assert [heard(threads) for _ in range(100)] == ["grpc-front"] * 100
+
+
+def test_a_front_that_has_stopped_takes_no_work(open_front: Open, dial: Dial) -> None:
+    front = open_front(Script(echo))
+    rpc(dial(front), "Ack")(b"", timeout=PATIENCE_S)
+    front.stop(0)
+    assert front.run_soon(pytest.fail) is False
+
+
 # -- beside the eight methods -----------------------------------------------------------------------
 
 
