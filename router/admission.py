@@ -136,6 +136,73 @@ def never_known(queue: str) -> bool:
 # ---- enqueue
 
 
+class _Kind(NamedTuple):
+    """What plain jobs of one queue, type and encoding have in common; see `Admission`."""
+
+    max_payload_bytes: int
+    priority: int
+    max_attempts: int
+    head: bytes  # of the body, up to the payload
+    encoding: bytes  # `Payload.encoding`, with its tag
+    tail: bytes  # of the body, after the payload
+
+
+class Admission:
+    """Admits jobs by one configuration.
+
+    A plain job has a queue, a type and a payload, and nothing else. All that can speak against one, but for its
+    size, is in its queue, type and encoding, and the same few come all the time: of a kind that was admitted
+    once the next ones cost a third.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._kinds: dict[tuple[str, str, str], _Kind] = {}
+
+    def admit(self, request: EnqueueRequest, now_ms: int, is_known: IsKnown) -> EnqueueJob | JobRejection:
+        """See `admit`."""
+        queue = request.queue
+        payload = request.payload
+        data = payload.data
+        kind = self._kinds.get((queue, request.job_type, payload.encoding))
+        if kind is None or not 0 < len(data) <= kind.max_payload_bytes or _is_more_than_plain(request):
+            return self._admit_and_learn(request, now_ms, is_known)
+        body = kind.head + _payload_field(data, kind.encoding) + kind.tail
+        return EnqueueJob(queue, kind.priority, kind.max_attempts, 0, None, body)
+
+    def _admit_and_learn(self, request: EnqueueRequest, now_ms: int, is_known: IsKnown) -> EnqueueJob | JobRejection:
+        job = admit(request, self._config, now_ms, is_known)
+        if isinstance(job, EnqueueJob) and request.HasField("payload") and not _is_more_than_plain(request):
+            limits = self._config.effective(job.queue)
+            names = job.queue, request.job_type, request.payload.encoding
+            # In strict mode a queue that is not declared is asked for each time.
+            is_lasting = limits.declared or not self._config.server.strict_queues
+            if is_lasting and all(len(name) <= _NAME_REMEMBERED_CHARACTERS for name in names):
+                if len(self._kinds) >= _NAMES_REMEMBERED:
+                    self._kinds.clear()
+                self._kinds[names] = _kind(job, request, limits.max_payload_bytes)
+        return job
+
+
+def _kind(job: EnqueueJob, request: EnqueueRequest, max_payload_bytes: int) -> _Kind:
+    """What a plain job that was admitted says of its kind."""
+    head, tail = _head(request.job_type.encode()), _tail(request, job.priority, job.max_attempts)
+    encoding = _encoding_field(request.payload.encoding)
+    return _Kind(max_payload_bytes, job.priority, job.max_attempts, head, encoding, tail)
+
+
+def _is_more_than_plain(request: EnqueueRequest) -> bool:
+    has = request.HasField
+    return (
+        has("idempotency_key")
+        or has("priority")
+        or has("max_attempts")
+        or has("scheduled_at")
+        or has("trace_context")
+        or bool(request.custom)
+    )
+
+
 def check_batch(request: EnqueueBatchRequest, config: Config) -> Refusal | None:
     """The shape of an EnqueueBatch or EnqueueAtomic, before any of its jobs is looked at."""
     count = len(request.jobs)
@@ -203,16 +270,8 @@ def admit(
     priority = request.priority if request.HasField("priority") else limits.default_priority
     attempts = request.max_attempts if request.HasField("max_attempts") else limits.default_max_attempts
     max_attempts = min(attempts, limits.max_attempts_ceiling)
-    content = _payload_field(data, encoding) if payload is not None else b""
-    body = b"\x12%b%b%b %b@%b%b%b" % (
-        varint(len(job_type_bytes)),
-        job_type_bytes,
-        content,
-        varint(priority),
-        varint(max_attempts),
-        _rare_fields(request),
-        name.field,
-    )
+    content = _payload_field(data, _encoding_field(encoding)) if payload is not None else b""
+    body = _head(job_type_bytes) + content + _tail(request, priority, max_attempts)
     return EnqueueJob(queue, priority, max_attempts, due_ms, key, body)
 
 
@@ -291,13 +350,27 @@ def _instant_ms(instant: Timestamp) -> int:
     return instant.seconds * 1000 - (-instant.nanos // _NS_PER_MS)
 
 
-def _payload_field(data: bytes, encoding: str) -> bytes:
-    """`Job.payload`, with its tag."""
-    encoding_bytes = encoding.encode()
-    data_size = varint(len(data))
-    encoding_size = varint(len(encoding_bytes))
-    size = 2 + len(data_size) + len(data) + len(encoding_size) + len(encoding_bytes)
-    return b"\x1a%b\x0a%b%b\x12%b%b" % (varint(size), data_size, data, encoding_size, encoding_bytes)
+def _head(job_type: bytes) -> bytes:
+    """`Job.job_type`, with its tag: a body up to the payload."""
+    return b"\x12" + varint(len(job_type)) + job_type
+
+
+def _payload_field(data: bytes, encoding: bytes) -> bytes:
+    """`Job.payload`, with its tag; `encoding` is the `_encoding_field`."""
+    size = varint(len(data))
+    return b"".join((b"\x1a", varint(1 + len(size) + len(data) + len(encoding)), b"\x0a", size, data, encoding))
+
+
+def _encoding_field(encoding: str) -> bytes:
+    """`Payload.encoding`, with its tag."""
+    encoded = encoding.encode()
+    return b"\x12" + varint(len(encoded)) + encoded
+
+
+def _tail(request: EnqueueRequest, priority: int, max_attempts: int) -> bytes:
+    """A body after the payload."""
+    rare, queue = _rare_fields(request), _queue_name(request.queue).field
+    return b" %b@%b%b%b" % (varint(priority), varint(max_attempts), rare, queue)
 
 
 def _rare_fields(request: EnqueueRequest) -> bytes:

@@ -24,7 +24,7 @@ from common.config_sections import Config
 from common.slots import SlotMap, slot_of
 from common.wire import EnqueueJob, Op, Question, unpack
 from router import admission, answers
-from router.admission import IsKnown, Refusal
+from router.admission import Admission, IsKnown, Refusal
 from router.asks import AskFlow, Done
 from router.coordinator import Recovery, Transaction
 from router.drains import DrainFlow
@@ -94,6 +94,7 @@ class Core:
     ) -> None:
         self.name = name
         self.config = config
+        self._admission = Admission(config)
         self.now = Moment(0, 0)
         self.replies: list[Reply] = []
         self.requests: list[Request] = []
@@ -219,6 +220,7 @@ class Core:
     def configure(self, config: Config) -> None:
         """A new configuration; it holds from the next call on."""
         self.config = config
+        self._admission = Admission(config)
 
     def drain(self, now: Moment) -> None:
         """The server stops: waiting polls are answered with nothing, and no poll waits any more."""
@@ -439,8 +441,7 @@ class Core:
             )
 
     def _admit_batch(self, call: Call, request: queue_pb2.EnqueueBatchRequest, is_known: IsKnown) -> None:
-        jobs, parts = self._admitted(request, is_known)
-        rejected = [None if isinstance(job, EnqueueJob) else job for job in jobs]
+        rejected, parts = self._admitted(request, is_known)
         if not self._is_busy(call, parts):
             EnqueueFlow(self, call, rejected, parts).begin()
 
@@ -452,8 +453,8 @@ class Core:
             )
 
     def _admit_atomic(self, call: Call, request: queue_pb2.EnqueueBatchRequest, is_known: IsKnown) -> None:
-        jobs, parts = self._admitted(request, is_known)
-        errors = [(index, job) for index, job in enumerate(jobs) if not isinstance(job, EnqueueJob)]
+        rejected, parts = self._admitted(request, is_known)
+        errors = [(index, rejection) for index, rejection in enumerate(rejected) if rejection is not None]
         if errors:
             self.reply(call, answers.atomic_rejection(errors))
         elif not self._is_busy(call, parts):
@@ -461,10 +462,19 @@ class Core:
 
     def _admitted(
         self, request: queue_pb2.EnqueueBatchRequest, is_known: IsKnown
-    ) -> tuple[list[EnqueueJob | queue_pb2.JobRejection], dict[int, Part]]:
-        """The jobs of a batch as they were admitted or rejected, and the admitted ones by shard."""
-        jobs = [admission.admit(job, self.config, self.now.wall_ms, is_known) for job in request.jobs]
-        return jobs, self.parts((index, job) for index, job in enumerate(jobs) if isinstance(job, EnqueueJob))
+    ) -> tuple[list[queue_pb2.JobRejection | None], dict[int, Part]]:
+        """For each job of a batch why it was rejected, or None; and those that were admitted, by shard."""
+        admit, now_ms = self._admission.admit, self.now.wall_ms
+        rejected: list[queue_pb2.JobRejection | None] = []
+        admitted: list[tuple[int, EnqueueJob]] = []
+        for index, job in enumerate(request.jobs):
+            outcome = admit(job, now_ms, is_known)
+            if isinstance(outcome, EnqueueJob):
+                rejected.append(None)
+                admitted.append((index, outcome))
+            else:
+                rejected.append(outcome)
+        return rejected, self.parts(admitted)
 
     def _reserve(self, call: Call) -> None:
         request = queue_pb2.ReserveRequest.FromString(call.request)

@@ -61,7 +61,7 @@ class EnqueueFlow:
         else:
             self._anything_stored = True
             for index, job, outcome in zip(part.indexes, part.jobs, data, strict=True):
-                self._outcomes[index] = _outcome(job, outcome)
+                self._outcomes[index] = outcome if isinstance(outcome, bytes) else _outcome(job, outcome)
         self._finish_if_done()
 
     def lost(self, op_id: int) -> None:
@@ -248,10 +248,8 @@ def accepted(outcome: EnqueueOutcome) -> tuple[bytes, bool]:
     return (outcome, False) if isinstance(outcome, bytes) else (outcome[1], True)
 
 
-def _outcome(job: EnqueueJob, outcome: EnqueueOutcome) -> answers.Outcome:
-    """The shard's word on one job, as an answer says it."""
-    if isinstance(outcome, bytes):
-        return outcome
+def _outcome(job: EnqueueJob, outcome: list[Any]) -> answers.Outcome:
+    """The shard's word on one job that is not simply its id, as an answer says it."""
     return (outcome[1], True) if outcome[0] == Outcome.DEDUPLICATED else rejection(job, outcome)
 
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from common import queue_pb2 as pb
 from common.config import Config
 from common.wire import EnqueueJob, Strategy
-from router import admission
+from router import admission as admission_module
 from router.admission import (
+    Admission,
     DrainTerms,
     ExtendTerms,
     LeaseRef,
@@ -622,6 +623,64 @@ def test_a_batch_that_is_empty_or_too_long_is_refused(count: int, text: str) -> 
     assert refused == Refusal(Status.INVALID_ARGUMENT, text)
 
 
+# ---- kinds that come again
+
+FEW_QUEUES = st.sampled_from(["mail", "small", "known", "known?", "a/b", "q" * 25, ""])
+FEW_TYPES = st.sampled_from(["send", "t" * 13, ""])
+PAYLOADS = st.none() | st.builds(
+    pb.Payload,
+    data=st.sampled_from([b"", b"x", b"x" * 9, b"x" * 64, b"x" * 65]),
+    encoding=st.sampled_from(["", "json"]),
+)
+MORE = st.sampled_from(
+    [
+        {},
+        {},
+        {"priority": 3},
+        {"priority": 10},
+        {"max_attempts": 1},
+        {"idempotency_key": "k"},
+        {"scheduled_at": instant(NOW_MS + 5_000)},
+        {"scheduled_at": instant(NOW_MS + 100_000)},
+        {"trace_context": pb.TraceContext(traceparent="00-1")},
+        {"custom": entries(2)},
+    ]
+)
+
+
+@st.composite
+def alike(draw: st.DrawFn) -> pb.EnqueueRequest:
+    return job(queue=draw(FEW_QUEUES), job_type=draw(FEW_TYPES), payload=draw(PAYLOADS), **draw(MORE))
+
+
+@given(st.lists(st.tuples(alike(), st.booleans()), max_size=12), st.sampled_from([CONFIG, STRICT]))
+def test_what_was_admitted_before_changes_nothing_for_what_comes_next(
+    requests: list[tuple[pb.EnqueueRequest, bool]], config: Config
+) -> None:
+    admission = Admission(config)
+    for request, known in requests:
+        is_known = lambda _, known=known: known  # noqa: E731
+        expected = admit(request, config, NOW_MS, is_known)
+        assert admission.admit(request, NOW_MS, is_known) == expected
+        assert admission.admit(request, NOW_MS, is_known) == expected
+
+
+def test_a_new_payload_of_a_kind_that_came_before_is_the_one_in_the_body() -> None:
+    admission = Admission(CONFIG)
+    payloads = [pb.Payload(data=bytes([number]) * number, encoding="json") for number in range(1, 65)]
+    bodies = [admission.admit(job(payload=payload), NOW_MS, admission_module.never_known) for payload in payloads]
+    assert [pb.Job.FromString(each.body).payload for each in bodies if isinstance(each, EnqueueJob)] == payloads
+
+
+def test_the_kinds_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "_NAMES_REMEMBERED", 10)
+    admission = Admission(CONFIG)
+    payload = pb.Payload(data=b"x", encoding="json")
+    for number in range(35):
+        admission.admit(job(queue=f"queue-{number}", payload=payload), NOW_MS, admission_module.never_known)
+        assert len(admission._kinds) == number % 10 + 1
+
+
 # ---- reserve
 
 LEASE = Duration(seconds=30)
@@ -903,4 +962,4 @@ def test_a_malformed_drain_is_refused(fields: dict[str, Any], text: str) -> None
 def test_the_memory_for_names_is_bounded() -> None:
     for number in range(5_000):
         admitted(job(queue=f"of-many-{number}"))
-    assert admission._remembered.cache_info().currsize <= 4_096
+    assert admission_module._remembered.cache_info().currsize <= 4_096
