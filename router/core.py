@@ -382,7 +382,8 @@ class Core:
 
     def _pump(self) -> None:
         for outbound in self.shards:
-            outbound.pump()
+            if outbound.is_stirred:  # there may be 64, and most have nothing to send
+                outbound.pump()
 
     def _is_authorised(self, call: Call) -> bool:
         api_keys = self.config.auth.api_keys

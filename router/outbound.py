@@ -74,6 +74,7 @@ class Outbound:
         self.index = index
         self.epoch = epoch  # of the slot map by which operations are sent here
         self.messages: list[bytes] = []
+        self.is_stirred = False  # since the last `pump` something was added, or an envelope came back
         self.questions: list[Any] = []  # what the shard asks of its own accord; the core takes them
         self._router = router
         self.generation = 0  # 0: the shard is down
@@ -127,6 +128,7 @@ class Outbound:
         else:
             self._unsent.append(pending)
         self._waiting_bytes += size
+        self.is_stirred = True
         if flow is not None and not self.generation:
             flow.hold()
         return pending
@@ -137,14 +139,17 @@ class Outbound:
         Told before any confirmation, which would delete the others as well.
         """
         self._kept.append([keep_op_id, Op.KEEP, op_id, count])
+        self.is_stirred = True
 
     def confirm(self, op_id: int) -> None:
         """The answer with what this reserve or drain claimed has left."""
         self._confirmed.append(op_id)
+        self.is_stirred = True
 
     def give_back(self, op_id: int) -> None:
         """The answer with what this reserve or drain claimed will never leave."""
         self._given_back.append(op_id)
+        self.is_stirred = True
 
     def withdraw(self, pending: Pending) -> bool:
         """Take back an operation that has not been sent; False when it has been."""
@@ -170,6 +175,7 @@ class Outbound:
 
     def pump(self) -> None:
         """Form the envelopes that may leave now."""
+        self.is_stirred = False
         while (
             self.generation
             and not self._blocked_by
@@ -212,6 +218,7 @@ class Outbound:
         """A new process of the shard takes operations."""
         self.generation = generation
         self._number = self._answered = 0
+        self.is_stirred = True
 
     def went_down(self) -> None:
         """The shard's process has ended: flows hear of what had been sent to it."""
@@ -251,6 +258,7 @@ class Outbound:
                 self._unblock(op_id)
         if number > self._answered:
             self._answered = number
+            self.is_stirred = True
             for answered in [n for n in self._giving_back if n <= number]:
                 del self._giving_back[answered]
 
@@ -295,3 +303,4 @@ class Outbound:
             if not outbound._blocked_by:
                 outbound._unsent.extend(outbound._later)
                 outbound._later.clear()
+                outbound.is_stirred = True
