@@ -138,10 +138,11 @@ class Front(Protocol):
         """Listen and serve. Raises FrontError when the address cannot be had; a front starts once."""
 
     def run_soon(self, work: Callable[[], None]) -> bool:
-        """Have the thread that brings calls do this next. False when it cannot, and the caller has to do it.
+        """Have the thread that brings calls do this next. False when the caller had better do it.
 
-        For any thread. Two threads that take turns for the interpreter's lock, once or more for each call,
-        cost a third more than one that does the work of both.
+        For any thread. Two threads that take turns for the interpreter's lock, several times for each call,
+        cost a fifth more than one that does the work of both. Where that one has little to do, or is about to
+        end, there is nothing to save by waking it.
         """
 
     def set_serving(self, serving: bool) -> None:

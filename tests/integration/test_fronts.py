@@ -604,7 +604,7 @@ def calls_alive() -> int:
 # -- work of others ----------------------------------------------------------------------------------
 
 
-def test_work_that_is_handed_over_runs_in_the_thread_that_brings_calls(open_front: Open, dial: Dial) -> None:
+def test_work_that_a_busy_front_takes_runs_in_the_thread_that_brings_calls(open_front: Open, dial: Dial) -> None:
     threads: SimpleQueue[str] = SimpleQueue()
 
     def note(call: Call | None = None) -> None:
@@ -613,11 +613,21 @@ def test_work_that_is_handed_over_runs_in_the_thread_that_brings_calls(open_fron
             call.reply(b"")
 
     front = open_front(Script(note))
-    rpc(dial(front), "Ack")(b"", timeout=PATIENCE_S)
+    ack = rpc(dial(front), "Ack")
+    for _ in range(10):
+        ack(b"", timeout=PATIENCE_S)
+        assert heard(threads) == "grpc-front"
+    assert front.run_soon(note)
     assert heard(threads) == "grpc-front"
-    for _ in range(100):
-        assert front.run_soon(note)
-    assert [heard(threads) for _ in range(100)] == ["grpc-front"] * 100
+
+
+def test_a_front_with_little_to_do_leaves_work_to_who_has_it(dial: Dial) -> None:
+    front = make_front(FrontOptions("127.0.0.1:0", MESSAGE_BYTES_MAX), Script(echo), "queue")
+    front.start()
+    assert front.run_soon(pytest.fail) is False
+    rpc(dial(front), "Ack")(b"", timeout=PATIENCE_S)
+    assert front.run_soon(pytest.fail) is False
+    front.stop(0)
 
 
 def test_a_front_that_has_stopped_takes_no_work(open_front: Open, dial: Dial) -> None:
