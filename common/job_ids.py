@@ -56,6 +56,11 @@ def sequence(job_id: bytes) -> int:
     return (int.from_bytes(job_id[8:], "big") >> 18) & (SEQUENCE_LIMIT - 1)
 
 
+def is_at(job_id: bytes, slot: int, sequence: int) -> bool:
+    """Whether it is an id of this slot and sequence number."""
+    return int.from_bytes(job_id[6:], "big") >> 18 == (0x7000 | slot) << 46 | 1 << 45 | sequence
+
+
 def accepted_at_ms(job_id: bytes) -> int:
     """When the job was accepted, in milliseconds since the Unix epoch."""
     return int.from_bytes(job_id[:6], "big")

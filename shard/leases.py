@@ -36,13 +36,12 @@ class Leases:
 
     def load(self, queue: Queue, sequence: int, record: keys.LeaseRecord, now: Instant) -> None:
         """A lease of before our start, or of a slot that has come here; `ordered` puts its timer in order."""
-        lease = Lease(queue, record.inverted, sequence, record.job_id)
-        lease.attempt, lease.max_attempts = record.attempt, record.max_attempts
+        attempts = record.attempt, record.max_attempts
+        lease = Lease(queue, record.inverted, sequence, record.job_id, *attempts, record.op_id)
         lease.expires_ms, lease.lease_ms = record.expires_ms, record.lease_ms
         # A wall clock that was set back meanwhile does not prolong it.
         remaining = min(record.expires_ms - now.wall_ms, record.lease_ms)
         lease.deadline = now.mono_ms + max(0, remaining)
-        lease.op_id = record.op_id
         self.by_id[record.job_id] = lease
         self.timers.append((lease.deadline, record.job_id))
         self.claims.setdefault(record.op_id, ("", []))[1].append(record.job_id)

@@ -527,6 +527,7 @@ class Machine:
             for lane in queue.lanes:
                 if lane is None:
                     continue
+                before = len(taken)
                 while len(taken) < max_jobs:
                     first = lane.first(self._store, self._leases)
                     if first is None:
@@ -534,7 +535,7 @@ class Machine:
                     sequence, record = first
                     try:
                         job_id, attempt, max_attempts = keys.read_job_value(record)
-                        if job_ids.sequence(job_id) != sequence or job_ids.slot(job_id) != queue.slot:
+                        if not job_ids.is_at(job_id, queue.slot, sequence):
                             raise keys.CorruptRecord(f"it names job {job_ids.text(job_id)}")
                     except keys.CorruptRecord as error:
                         lane.take_first()
@@ -545,10 +546,14 @@ class Machine:
                     if size > max_bytes and taken:
                         break
                     lane.take_first()
-                    expires_ms = self._lease(
-                        queue, lane.inverted, sequence, job_id, attempt, max_attempts, lease_ms, op_id
-                    )
-                    taken.append(LeasedJob(job_id, attempt, expires_ms, record[keys.JOB_HEAD_BYTES :]))
+                    lease = Lease(queue, lane.inverted, sequence, job_id, attempt, max_attempts, op_id)
+                    self._leases[job_id] = lease
+                    self._set_expiry(lease, lease_ms)
+                    taken.append(LeasedJob(job_id, attempt, lease.expires_ms, record[keys.JOB_HEAD_BYTES :]))
+                if len(taken) > before:
+                    queue.ready -= len(taken) - before
+                    queue.leased += len(taken) - before
+                    self._touch(queue)
                 if len(taken) == max_jobs or size > max_bytes:
                     break
             if len(taken) == max_jobs or size > max_bytes:
@@ -556,29 +561,6 @@ class Machine:
         if taken:
             self._claims[op_id] = (router, [job.job_id for job in taken])
         return taken
-
-    def _lease(
-        self,
-        queue: Queue,
-        inverted: int,
-        sequence: int,
-        job_id: bytes,
-        attempt: int,
-        max_attempts: int,
-        lease_ms: int,
-        op_id: int,
-    ) -> int:
-        """Lease a job that was just taken from its lane; returns when the lease ends, wall time."""
-        lease = Lease(queue, inverted, sequence, job_id)
-        lease.attempt = attempt
-        lease.max_attempts = max_attempts
-        lease.op_id = op_id
-        self._leases[job_id] = lease
-        queue.ready -= 1
-        queue.leased += 1
-        self._touch(queue)
-        self._set_expiry(lease, lease_ms)
-        return lease.expires_ms
 
     def _set_expiry(self, lease: Lease, lease_ms: int) -> None:
         self._out.set_end(lease, lease_ms, self._now)

@@ -119,17 +119,19 @@ class Lease:
         "sequence",
     )
 
-    def __init__(self, queue: Queue, inverted: int, sequence: int, job_id: bytes) -> None:
+    def __init__(
+        self, queue: Queue, inverted: int, sequence: int, job_id: bytes, attempt: int, max_attempts: int, op_id: int
+    ) -> None:
         self.queue = queue
         self.inverted = inverted
         self.sequence = sequence
         self.job_id = job_id
-        self.attempt = 0
-        self.max_attempts = 0
+        self.attempt = attempt
+        self.max_attempts = max_attempts
+        self.op_id = op_id
         self.deadline = 0
         self.expires_ms = 0
         self.lease_ms = 0
-        self.op_id = 0
 
     def job_key(self) -> bytes:
         return keys.job_key(self.queue.slot, self.queue.number, self.inverted, self.sequence)
