@@ -167,8 +167,9 @@ class Admission:
         kind = self._kinds.get((queue, request.job_type, payload.encoding))
         if kind is None or not 0 < len(data) <= kind.max_payload_bytes or _is_more_than_plain(request):
             return self._admit_and_learn(request, now_ms, is_known)
-        body = kind.head + _payload_field(data, kind.encoding) + kind.tail
-        return EnqueueJob(queue, kind.priority, kind.max_attempts, 0, None, body)
+        body = b"".join((kind.head, _payload_head(len(data), len(kind.encoding)), data, kind.encoding, kind.tail))
+        # Made as a tuple is: the constructor of a named tuple would cost as much as the body.
+        return tuple.__new__(EnqueueJob, (queue, kind.priority, kind.max_attempts, 0, None, body))
 
     def _admit_and_learn(self, request: EnqueueRequest, now_ms: int, is_known: IsKnown) -> EnqueueJob | JobRejection:
         job = admit(request, self._config, now_ms, is_known)
@@ -357,8 +358,14 @@ def _head(job_type: bytes) -> bytes:
 
 def _payload_field(data: bytes, encoding: bytes) -> bytes:
     """`Job.payload`, with its tag; `encoding` is the `_encoding_field`."""
-    size = varint(len(data))
-    return b"".join((b"\x1a", varint(1 + len(size) + len(data) + len(encoding)), b"\x0a", size, data, encoding))
+    return _payload_head(len(data), len(encoding)) + data + encoding
+
+
+@lru_cache(maxsize=4096)
+def _payload_head(data_bytes: int, encoding_bytes: int) -> bytes:
+    """What stands before the data of `Job.payload`; `encoding_bytes` is the length of the `_encoding_field`."""
+    size = varint(data_bytes)
+    return b"\x1a%b\x0a%b" % (varint(1 + len(size) + data_bytes + encoding_bytes), size)
 
 
 def _encoding_field(encoding: str) -> bytes:

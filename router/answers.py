@@ -37,6 +37,7 @@ ReservedJob: TypeAlias = tuple[bytes, int, int, bytes]
 
 _ONE_BYTE = tuple(bytes((value,)) for value in range(128))
 _ID = b"\x0a\x24"  # field 1, and the 36 characters of a job id: the same in Job and in five responses
+_ID_FIELD_BYTES = 38
 
 
 def varint(value: int) -> bytes:
@@ -74,32 +75,38 @@ def reserve_answer(jobs: Iterable[ReservedJob]) -> bytes:
     """
     parts: list[bytes] = []
     for job_id, attempt, lease_expires_ms, body in jobs:
-        rest = b"%b%b2%b8%bJ%b" % (
-            _ID,
-            job_ids.text(job_id).encode(),
-            _timestamp(job_ids.accepted_at_ms(job_id)),
-            varint(attempt),
-            _timestamp(lease_expires_ms),
-        )
-        parts += (b"\x0a", varint(len(body) + len(rest)), body, rest)
+        delivery = _delivery(job_ids.accepted_at_ms(job_id), attempt, lease_expires_ms)
+        size = len(body) + _ID_FIELD_BYTES + len(delivery)
+        parts += (b"\x0a", varint(size), body, _ID, job_ids.text(job_id).encode(), delivery)
     return b"".join(parts)
+
+
+# The jobs of an answer mostly share all three.
+@lru_cache(maxsize=4096)
+def _delivery(accepted_at_ms: int, attempt: int, lease_expires_ms: int) -> bytes:
+    """`Job.enqueued_at`, `.attempt` and `.lease_expires_at`."""
+    return b"2%b8%bJ%b" % (_timestamp(accepted_at_ms), varint(attempt), _timestamp(lease_expires_ms))
 
 
 def enqueue_answer(outcomes: Iterable[Outcome]) -> bytes:
     """An EnqueueBatchResponse, its results in the order of the outcomes."""
-    # Every length of a success is known: an EnqueueResponse is 38 bytes, and 40 with deduplicated=true.
+    # Every length of a success is known: an EnqueueResponse is 38 bytes, and 40 with deduplicated=true. All of
+    # it is ASCII, so that an id need not be encoded by itself.
     parts: list[bytes] = []
+    texts: list[str] = []
     for outcome in outcomes:
         if isinstance(outcome, bytes):
-            parts += (b"\x0a\x28\x0a\x26", _ID, job_ids.text(outcome).encode())
+            texts.append("\n(\n&\n$" + job_ids.text(outcome))
         elif isinstance(outcome, JobRejection):
             reason = outcome.SerializeToString()
             result = b"\x12%b%b" % (varint(len(reason)), reason)
-            parts += (b"\x0a", varint(len(result)), result)
+            parts += ("".join(texts).encode(), b"\x0a", varint(len(result)), result)
+            texts.clear()
         elif outcome[1]:
-            parts += (b"\x0a\x2a\x0a\x28", _ID, job_ids.text(outcome[0]).encode(), b"\x10\x01")
+            texts.append("\n*\n(\n$" + job_ids.text(outcome[0]) + "\x10\x01")
         else:
-            parts += (b"\x0a\x28\x0a\x26", _ID, job_ids.text(outcome[0]).encode())
+            texts.append("\n(\n&\n$" + job_ids.text(outcome[0]))
+    parts.append("".join(texts).encode())
     return b"".join(parts)
 
 

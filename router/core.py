@@ -338,11 +338,11 @@ class Core:
     def parts(self, jobs: Iterable[tuple[int, EnqueueJob]]) -> dict[int, Part]:
         """Jobs with their places in a batch, by the shard that they go to."""
         parts: dict[int, Part] = {}
+        queue = None
         for index, job in jobs:
-            shard = self.shard_of(job.queue)
-            part = parts.get(shard)
-            if part is None:
-                part = parts[shard] = Part()
+            if job.queue != queue:  # neighbours are mostly of one queue
+                queue = job.queue
+                part = parts.setdefault(self.shard_of(queue), Part())
             part.add(index, job)
         return parts
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from common.wire import JOB_OVERHEAD_BYTES, LeasedJob, Op
+from common.wire import JOB_OVERHEAD_BYTES, Op
 from router import answers
 from router.admission import ReserveTerms
 from router.front import Call, Status
@@ -42,7 +42,7 @@ class Poll:
         self._runs = self._by_shard(terms.queues)
         self._max_bytes = core.config.limits.max_response_bytes
         self._run = 0
-        self._jobs: list[LeasedJob] = []
+        self._jobs: list[answers.ReservedJob] = []
         self._size = 0
         self._claims: list[tuple[int, int]] = []  # shard and op id of those that gave jobs
         self._claim: tuple[int, Pending] | None = None  # the one that is out
@@ -227,15 +227,14 @@ class Poll:
                 self._core.shards[shard].give_back(op_id)
             return
         if data:
-            jobs = [LeasedJob(*job) for job in data]
-            size = self._size + sum(len(job.body) + JOB_OVERHEAD_BYTES for job in jobs)
+            size = self._size + sum(len(body) + JOB_OVERHEAD_BYTES for _, _, _, body in data)
             if self._jobs and size > self._max_bytes:
                 # A shard gives one job whatever its size, and this one is too large beside the others.
                 self._core.shards[shard].give_back(op_id)
                 self._answer()
                 return
             self._claims.append((shard, op_id))
-            self._jobs += jobs
+            self._jobs += data
             self._size = size
         if len(self._runs) == 1:
             self._answer()

@@ -337,20 +337,26 @@ class Machine:
             return
         outcomes: list[EnqueueOutcome] = []
         stirred: dict[str, Queue] = {}
+        name = ""  # that of no queue
         for index, job in enumerate(jobs):
-            name, key = job[0], job[4]
-            queue = self._queues.get(name)
+            if job[0] != name:  # neighbours are mostly of one queue
+                name = job[0]
+                queue = self._queues.get(name)
+                cap = self._config.effective(name).max_queue_depth
+            key = job[4]
             outcome: EnqueueOutcome | None = None
             if queue is not None:
                 if queue.closing_until_ms > self._now.wall_ms:
                     outcome = [Outcome.QUEUE_CLOSING]
                 elif key is not None:
                     outcome = self._duplicate(queue, key)
+            if outcome is None and cap is not None and (0 if queue is None else queue.depth) >= cap:
+                outcome = [Outcome.QUEUE_FULL, cap]
             if outcome is None:
-                cap = self._config.effective(name).max_queue_depth
-                if cap is not None and (0 if queue is None else queue.depth) >= cap:
-                    outcome = [Outcome.QUEUE_FULL, cap]
-            outcomes.append(self._admit(job, index, entropy, stirred) if outcome is None else outcome)
+                if queue is None:
+                    queue = self._new_queue(name)
+                outcome = self._admit(queue, job, index, entropy, stirred)
+            outcomes.append(outcome)
         self.results.append((router, [op_id, OK, outcomes]))
         self._serve_all(stirred.values())
 
@@ -371,7 +377,9 @@ class Machine:
             name, key = job[0], job[4]
             queue = self._queues.get(name)
             duplicate = self._duplicate(queue, key) if key is not None and queue is not None else None
-            outcomes.append(self._admit(job, index, entropy, stirred) if duplicate is None else duplicate)
+            if duplicate is None:
+                duplicate = self._admit(queue or self._new_queue(name), job, index, entropy, stirred)
+            outcomes.append(duplicate)
         self.results.append((router, [op_id, OK, [True, outcomes]]))
         self._serve_all(stirred.values())
 
@@ -403,12 +411,9 @@ class Machine:
         job_id = self._dedup.find(queue, key, self._now.wall_ms)
         return None if job_id is None else [Outcome.DEDUPLICATED, job_id]
 
-    def _admit(self, job: EnqueueJob, index: int, entropy: bytes, stirred: dict[str, Queue]) -> bytes:
+    def _admit(self, queue: Queue, job: EnqueueJob, index: int, entropy: bytes, stirred: dict[str, Queue]) -> bytes:
         """Store a job that nothing speaks against; queues that have something to hand out are noted."""
         name, priority, max_attempts, due_ms, key, body = job
-        queue = self._queues.get(name)
-        if queue is None:
-            queue = self._new_queue(name)
         job_id = self.draw_id(queue, int.from_bytes(entropy[3 * index : 3 * index + 3], "big") & 0x3FFFF)
         self._place(queue, priority, max_attempts, due_ms, key, body, job_id)
         if queue.ready:
@@ -516,7 +521,7 @@ class Machine:
     ) -> list[LeasedJob]:
         """Lease up to `max_jobs` ready jobs, queue by queue in the order named, until `max_bytes` are full."""
         taken: list[LeasedJob] = []
-        size = 0
+        room = max_bytes
         held_slots = self._ownership.held_slots
         for name in names:
             queue = self._queues.get(name)
@@ -527,43 +532,48 @@ class Machine:
             for lane in queue.lanes:
                 if lane is None:
                     continue
-                before = len(taken)
                 while len(taken) < max_jobs:
-                    first = lane.first(self._store, self._leases)
-                    if first is None:
+                    rows = lane.take(self._store, self._leases, max_jobs - len(taken), room, must=not taken)
+                    if not rows:
                         break
-                    sequence, record = first
-                    try:
-                        job_id, attempt, max_attempts = keys.read_job_value(record)
-                        if not job_ids.is_at(job_id, queue.slot, sequence):
-                            raise keys.CorruptRecord(f"it names job {job_ids.text(job_id)}")
-                    except keys.CorruptRecord as error:
-                        lane.take_first()
-                        queue.ready -= 1
-                        self._set_aside(queue, lane.inverted, sequence, record, str(error))
-                        continue
-                    size += len(record) + JOB_OVERHEAD_BYTES
-                    if size > max_bytes and taken:
-                        break
-                    lane.take_first()
-                    lease = Lease(queue, lane.inverted, sequence, job_id, attempt, max_attempts, op_id)
-                    self._leases[job_id] = lease
-                    self._set_expiry(lease, lease_ms)
-                    taken.append(LeasedJob(job_id, attempt, lease.expires_ms, record[keys.JOB_HEAD_BYTES :]))
-                if len(taken) > before:
-                    queue.ready -= len(taken) - before
-                    queue.leased += len(taken) - before
-                    self._touch(queue)
-                if len(taken) == max_jobs or size > max_bytes:
+                    room -= self._lease(queue, lane.inverted, rows, lease_ms, op_id, taken)
+                if len(taken) == max_jobs or lane.has_first:
                     break
-            if len(taken) == max_jobs or size > max_bytes:
-                break
+            else:
+                continue
+            break
         if taken:
             self._claims[op_id] = (router, [job.job_id for job in taken])
         return taken
 
-    def _set_expiry(self, lease: Lease, lease_ms: int) -> None:
-        self._out.set_end(lease, lease_ms, self._now)
+    def _lease(
+        self,
+        queue: Queue,
+        inverted: int,
+        rows: list[tuple[int, bytes]],
+        lease_ms: int,
+        op_id: int,
+        taken: list[LeasedJob],
+    ) -> int:
+        """Lease jobs that were taken from their lane; returns about how much of an answer they fill, in bytes."""
+        size = 0
+        for sequence, record in rows:
+            queue.ready -= 1
+            try:
+                job_id, attempt, max_attempts = keys.read_job_value(record)
+                if not job_ids.is_at(job_id, queue.slot, sequence):
+                    raise keys.CorruptRecord(f"it names job {job_ids.text(job_id)}")
+            except keys.CorruptRecord as error:
+                self._set_aside(queue, inverted, sequence, record, str(error))
+                continue
+            lease = Lease(queue, inverted, sequence, job_id, attempt, max_attempts, op_id)
+            self._leases[job_id] = lease
+            self._out.set_end(lease, lease_ms, self._now)
+            queue.leased += 1
+            size += len(record) + JOB_OVERHEAD_BYTES
+            taken.append(LeasedJob(job_id, attempt, lease.expires_ms, record[keys.JOB_HEAD_BYTES :]))
+        self._touch(queue)
+        return size
 
     def _confirm(self, router: str, operation: Operation) -> None:
         for op_id in operation[2]:
@@ -641,7 +651,7 @@ class Machine:
         lease = self._held(router, op_id, job_id, attempt)
         if lease is not None:
             longest = self._config.effective(lease.queue.name).max_lease_duration_ms
-            self._set_expiry(lease, max(1, min(lease_ms, longest)))
+            self._out.set_end(lease, max(1, min(lease_ms, longest)), self._now)
             self.results.append((router, [op_id, OK, lease.expires_ms]))
 
     def _expire_leases(self, limit: int) -> bool:

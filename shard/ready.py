@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Container
 from heapq import heapify, heappop, heappush
 
+from common.wire import JOB_OVERHEAD_BYTES
 from shard import keys
 from shard.store import Family, Store
 
@@ -78,22 +79,38 @@ class Lane:
         self._bytes += size
         self._budget.used += size
 
-    def first(self, store: Store, leased: Container[bytes]) -> tuple[int, bytes] | None:
-        """Sequence and record of the first ready job, None when there is none. `leased` holds job ids."""
-        if not self._window:
-            if self.frontier == EXHAUSTED:
-                return None
-            self._refill(store, leased)
-            if not self._window:
-                return None
-        sequence = self._window[0]
-        return sequence, self._records[sequence]
+    def take(
+        self, store: Store, leased: Container[bytes], count: int, room: int, must: bool
+    ) -> list[tuple[int, bytes]]:
+        """Remove the first ready jobs, as they are being leased: sequences and records, none when none is ready.
 
-    def take_first(self) -> None:
-        """Remove what `first` returned: it is being leased."""
-        size = len(self._records.pop(heappop(self._window)))
-        self._bytes -= size
-        self._budget.used -= size
+        No more than `count`, or than have room in an answer with `room` bytes left; with `must` the first is taken
+        whatever its size. There may be more than are returned: after this, `has_first` means that the next has no
+        room or is beyond `count`. `leased` holds job ids.
+        """
+        if not self._window and self.frontier != EXHAUSTED:
+            self._refill(store, leased)
+        window, records = self._window, self._records
+        taken: list[tuple[int, bytes]] = []
+        freed = 0
+        while window and len(taken) < count:
+            sequence = window[0]
+            record = records[sequence]
+            room -= len(record) + JOB_OVERHEAD_BYTES
+            if room < 0 and not (must and not taken):
+                break
+            heappop(window)
+            del records[sequence]
+            freed += len(record)
+            taken.append((sequence, record))
+        self._bytes -= freed
+        self._budget.used -= freed
+        return taken
+
+    @property
+    def has_first(self) -> bool:
+        """Whether the first ready job is in memory."""
+        return bool(self._window)
 
     def head(self) -> int | None:
         """A sequence below which no job of this lane is ready; None when none is ready at all."""

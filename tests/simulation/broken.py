@@ -22,6 +22,7 @@ from router.polls import Poll
 from router.resharding import Move
 from shard import keys
 from shard.commit import Answers, GroupCommit
+from shard.leases import Leases
 from shard.machine import Machine
 from shard.migration import Arrival, Departure
 from shard.ownership import Ownership
@@ -238,11 +239,7 @@ def _give_nothing_back(self: Machine, router: str, operation: Any) -> None:
 _variant("do not take back a claim", "stranded", "rest", _give_back=(Machine, _give_nothing_back))
 
 
-def _confirm_all(self: Outbound, op_id: int) -> None:
-    self._confirmed.append(op_id)
-
-
-_variant("confirm what was not delivered", "stranded", "lost", give_back=(Outbound, _confirm_all))
+_variant("confirm what was not delivered", "stranded", "lost", give_back=(Outbound, Outbound.confirm))
 
 _answer_left = Poll.answer_left
 
@@ -253,17 +250,17 @@ def _answer_never_left(self: Poll, left: bool) -> None:
 
 _variant("give back what was delivered", "attempts", "doubled", "leases", answer_left=(Poll, _answer_never_left))
 
-_set_expiry = Machine._set_expiry
+_set_end = Leases.set_end
 
 
-def _shorter_lease(self: Machine, lease: Any, lease_ms: int) -> None:
-    _set_expiry(self, lease, lease_ms)
+def _shorter_lease(self: Leases, lease: Any, lease_ms: int, now: Any) -> None:
+    _set_end(self, lease, lease_ms, now)
     lease.deadline -= 1
-    self._out.timers.append((lease.deadline, lease.job_id))
-    self._out.timers.sort()
+    self.timers.append((lease.deadline, lease.job_id))
+    self.timers.sort()
 
 
-_variant("end leases early", "leases", _set_expiry=(Machine, _shorter_lease))
+_variant("end leases early", "leases", set_end=(Leases, _shorter_lease))
 
 
 # ---- order and counters
