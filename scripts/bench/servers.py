@@ -26,23 +26,66 @@ PAYLOAD_BYTES = 256
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class Started(NamedTuple):
+    """A server process that listens."""
+
+    address: str
+    pid: int
+
+
 class Running(NamedTuple):
-    """A server that listens, and where its data lies."""
+    """A seppd that listens, and where its data lies."""
 
     address: str
     data: Path
+    pid: int
 
     def stored_jobs(self) -> int:
         """Ready jobs of all queues, as the server counts them."""
         with AdminClient(self.data) as client:
             return sum(queue.ready for queue in client.queues())
 
+    def leased_jobs(self) -> int:
+        """Jobs of all queues that are out."""
+        with AdminClient(self.data) as client:
+            return sum(queue.leased for queue in client.queues())
 
-def request_body(queues: Sequence[str]) -> bytes:
-    """One batch with a job of 256 bytes for each of the queues, framed as gRPC sends it."""
+    def children(self, kind: str) -> list[int]:
+        """The process ids of its routers or shards; `kind` is "router" or "shard"."""
+        found = []
+        for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+            if f"\0-m\0{kind}\0" in Path(f"/proc/{child}/cmdline").read_text():
+                found.append(int(child))
+        return found
+
+    def cpu_s(self, kind: str) -> float:
+        """Processor time that its routers or shards have used, in seconds."""
+        return sum(_cpu_s(child) for child in self.children(kind))
+
+    def memory_mb(self, kind: str) -> float:
+        """Memory of its routers or shards that is not backed by files, in MB."""
+        return sum(_anonymous_bytes(child) for child in self.children(kind)) / 1e6
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _anonymous_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def batch(queues: Sequence[str]) -> bytes:
+    """An EnqueueBatchRequest with a job of 256 bytes for each of the queues."""
     payload = queue_pb2.Payload(data=b"x" * PAYLOAD_BYTES, encoding="application/octet-stream")
     jobs = [queue_pb2.EnqueueRequest(queue=queue, job_type="bench", payload=payload) for queue in queues]
-    message = queue_pb2.EnqueueBatchRequest(jobs=jobs).SerializeToString()
+    return queue_pb2.EnqueueBatchRequest(jobs=jobs).SerializeToString()
+
+
+def framed(message: bytes) -> bytes:
+    """A message as gRPC sends it."""
     return b"\x00" + len(message).to_bytes(4, "big") + message
 
 
@@ -55,14 +98,14 @@ def body_file(body: bytes) -> Iterator[Path]:
 
 
 @contextmanager
-def started(command: list[str], environment: dict[str, str]) -> Iterator[str]:
+def started(command: list[str], environment: dict[str, str]) -> Iterator[Started]:
     """A server process that logs its address as JSON on stderr; ended afterwards."""
     process = subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stderr is not None
         for line in process.stderr:
             if '"address"' in line:
-                yield json.loads(line)["address"]
+                yield Started(json.loads(line)["address"], process.pid)
                 break
         else:
             raise SystemExit(f"{' '.join(command)} did not start")
@@ -74,15 +117,24 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[str]:
 @contextmanager
 def seppd(front: str, shards: int, routers: int) -> Iterator[Running]:
     """Our server on an empty directory, every answer synced to disk."""
-    with tempfile.TemporaryDirectory(prefix="seppd-bench-") as directory:
-        environment = {
-            "SEPP_SERVER__LISTEN_ADDR": "127.0.0.1:0",
-            "SEPP_SERVER__GRPC_FRONT": front,
-            "SEPP_LOGGING__FORMAT": "json",
-        }
-        command = [sys.executable, "-m", "common", "serve", "--db-path", f"{directory}/data"]
-        with started([*command, "--shards", str(shards), "--routers", str(routers)], environment) as address:
-            yield Running(address, Path(directory) / "data")
+    with (
+        tempfile.TemporaryDirectory(prefix="seppd-bench-") as directory,
+        seppd_on(Path(directory) / "data", front, shards, routers) as running,
+    ):
+        yield running
+
+
+@contextmanager
+def seppd_on(data: Path, front: str, shards: int, routers: int) -> Iterator[Running]:
+    """The same on a directory that outlives it."""
+    environment = {
+        "SEPP_SERVER__LISTEN_ADDR": "127.0.0.1:0",
+        "SEPP_SERVER__GRPC_FRONT": front,
+        "SEPP_LOGGING__FORMAT": "json",
+    }
+    command = [sys.executable, "-m", "common", "serve", "--db-path", str(data)]
+    with started([*command, "--shards", str(shards), "--routers", str(routers)], environment) as (address, pid):
+        yield Running(address, data, pid)
 
 
 def calls_per_second(address: str, method: str, body: Path, connections: int, requests: int) -> float:
