@@ -173,13 +173,19 @@ class ShardProcess:
             self._write(turns)
             self._send(turns)
             if self._sync_wanted:
-                self._sync_wanted = False
-                if taken <= QUIET_OPERATIONS and not more_is_due and not self._has_more():
-                    store.sync()
-                    turns.synced()
-                    self._send(turns)
-                else:
-                    sync.begin()
+                is_quiet = taken <= QUIET_OPERATIONS and not more_is_due and not self._has_more()
+                self._sync_as_wanted(turns, store, sync, is_quiet)
+
+    def _sync_as_wanted(self, turns: Turns, store: Store, sync: SyncThread, is_quiet: bool) -> None:
+        """Begin the sync that is wanted, or wait for it and for what wants one after it: nothing else would wake us."""
+        while self._sync_wanted:
+            self._sync_wanted = False
+            if is_quiet:
+                store.sync()
+                turns.synced()
+                self._send(turns)
+            else:
+                sync.begin()
 
     def _has_more(self) -> bool:
         return bool(int(self._inbox.get(zmq.EVENTS)) & zmq.POLLIN)
