@@ -137,6 +137,14 @@ class Front(Protocol):
     def start(self) -> None:
         """Listen and serve. Raises FrontError when the address cannot be had; a front starts once."""
 
+    def run_soon(self, work: Callable[[], None]) -> bool:
+        """Have the thread that brings calls do this next. False when the caller had better do it.
+
+        For any thread. Two threads that take turns for the interpreter's lock, several times for each call,
+        cost a fifth more than one that does the work of both. Where that one has little to do, or is about to
+        end, there is nothing to save by waking it.
+        """
+
     def set_serving(self, serving: bool) -> None:
         """What the health service says of "" and of the queue service; not serving at first."""
 

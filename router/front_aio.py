@@ -164,6 +164,15 @@ class AioFront:
             self._end_loop()
             raise
 
+    def run_soon(self, work: Callable[[], None]) -> bool:
+        if not self._thread.is_alive() or self._stopped:
+            return False
+        try:
+            self._loop.call_soon_threadsafe(work)
+        except RuntimeError:  # it was closed this moment
+            return False
+        return True
+
     def set_serving(self, serving: bool) -> None:
         self._serving = serving
         if self._thread.is_alive():

@@ -2,6 +2,8 @@
 
 Two threads bring events, the front's and the links' one; a lock is held around the core, and in it
 envelopes are handed to ZeroMQ, which takes them at once. Replies start after the lock is released.
+Envelopes from shards are received by the links' thread and, where that can be, worked off by the
+front's (`Front.run_soon`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -90,11 +94,14 @@ class RouterProcess:
         )
         self._lock = threading.Lock()
         self._links = ShardLinks(start.address, start.shards)
+        # Envelopes that came, in their order, and whether somebody has been told to take them.
+        self._arrived: deque[bytes] = deque()
+        self._arrived_told = False
         self._calls_are_over = False
         self._settled = threading.Event()
         self._stopped = False
         # Monotonic ms until which the links' thread sleeps at most; an earlier timer wakes it.
-        self._sleeps_until: float = 0.0
+        self._sleeps_until: float = inf
         self._wake_fd, self._wake_end = os.pipe()
         os.set_blocking(self._wake_fd, False)
         self._front: Front
@@ -249,28 +256,38 @@ class RouterProcess:
             while not self._stopped:
                 ready = dict(poller.poll(self._sleep_ms()))
                 if self._links.inbox in ready:
-                    self._take_envelopes()
+                    self._receive_envelopes()
+                    self._have_envelopes_taken()
                 if self._wake_fd in ready:
                     self._drain_wake()
                     self._take_messages()
-                with self._lock:
-                    self._core.tick(moment())
-                    replies = self._carry()
-                    if self._calls_are_over and self._core.is_settled:
-                        self._settled.set()
-                self._answer(replies)
+                if self._sleep_ms() == 0:
+                    self._tick()
+                if self._calls_are_over:
+                    self._take_envelopes()  # nobody else does any more
+                    self._look_whether_settled()
         except Exception:
-            # Without this thread every call would hang: better to die and be started again.
-            log.exception("the router cannot go on")
-            os._exit(1)
+            _die()
 
     def _sleep_ms(self) -> int | None:
-        with self._lock:
-            timer = self._core.next_timer_ms()
-            self._sleeps_until = float("inf") if timer is None else timer
-        if timer is None:
+        """How long nothing is due; for poll, None is for ever."""
+        until = self._sleeps_until
+        if until == inf:
             return None
-        return max(0, timer - time.monotonic_ns() // 1_000_000 + 1)
+        return max(0, int(until) - time.monotonic_ns() // 1_000_000 + 1)
+
+    def _tick(self) -> None:
+        with self._lock:
+            self._core.tick(moment())
+            replies = self._carry()
+            timer = self._core.next_timer_ms()
+            self._sleeps_until = inf if timer is None else timer
+        self._answer(replies)
+
+    def _look_whether_settled(self) -> None:
+        with self._lock:
+            if self._core.is_settled:
+                self._settled.set()
 
     def _drain_wake(self) -> None:
         try:
@@ -278,20 +295,38 @@ class RouterProcess:
         except BlockingIOError:
             pass
 
-    def _take_envelopes(self) -> None:
+    def _receive_envelopes(self) -> None:
         while True:
             try:
-                message = self._links.inbox.recv(zmq.NOBLOCK)
+                self._arrived.append(self._links.inbox.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            try:
+
+    def _have_envelopes_taken(self) -> None:
+        if not self._arrived_told:
+            self._arrived_told = True
+            if not self._front.run_soon(self._take_envelopes):
+                self._take_envelopes()
+
+    def _take_envelopes(self) -> None:
+        """Work off what has come, in its order; in any thread."""
+        self._arrived_told = False  # first: what comes from now on is told of again
+        try:
+            while self._arrived:
                 with self._lock:
-                    self._core.envelope(message, moment())
+                    self._take_next_envelope()
                     replies = self._carry()
-            except WireError as error:
-                log.error("a message that is no envelope was dropped", error=str(error))
-                continue
-            self._answer(replies)
+                self._answer(replies)
+        except Exception:
+            _die()
+
+    def _take_next_envelope(self) -> None:
+        if not self._arrived:
+            return  # another thread was faster
+        try:
+            self._core.envelope(self._arrived.popleft(), moment())
+        except WireError as error:
+            log.error("a message that is no envelope was dropped", error=str(error))
 
     def _take_messages(self) -> None:
         while True:
@@ -331,6 +366,7 @@ class RouterProcess:
         self._answer(replies)
 
     def _shard_down(self, shard: int, generation: int) -> None:
+        self._receive_envelopes()
         self._take_envelopes()  # what it sent before it ended still counts
         with self._lock:
             self._links.disconnect(shard)
@@ -339,6 +375,7 @@ class RouterProcess:
         self._answer(replies)
 
     def _map_changed(self, slot_map: SlotMap) -> None:
+        self._receive_envelopes()
         self._take_envelopes()  # also of shards that are taken away
         with self._lock:
             self._slot_map = slot_map  # first: whoever waits for the change asks for it next
@@ -346,6 +383,12 @@ class RouterProcess:
             self._links.resize(slot_map.shards)
             replies = self._carry()
         self._answer(replies)
+
+
+def _die() -> None:
+    """What failed would leave calls hanging: better to end and be started again."""
+    log.exception("the router cannot go on")
+    os._exit(1)
 
 
 def _message_of(request: Request) -> CommitMove | SetShards:

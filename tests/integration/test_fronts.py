@@ -601,6 +601,42 @@ def calls_alive() -> int:
     return sum(isinstance(one, QueueCall | AioCall) for one in gc.get_objects())
 
 
+# -- work of others ----------------------------------------------------------------------------------
+
+
+def test_work_that_a_busy_front_takes_runs_in_the_thread_that_brings_calls(open_front: Open, dial: Dial) -> None:
+    threads: SimpleQueue[str] = SimpleQueue()
+
+    def note(call: Call | None = None) -> None:
+        threads.put(threading.current_thread().name)
+        if call is not None:
+            call.reply(b"")
+
+    front = open_front(Script(note))
+    ack = rpc(dial(front), "Ack")
+    for _ in range(10):
+        ack(b"", timeout=PATIENCE_S)
+        assert heard(threads) == "grpc-front"
+    assert front.run_soon(note)
+    assert heard(threads) == "grpc-front"
+
+
+def test_a_front_with_little_to_do_leaves_work_to_who_has_it(dial: Dial) -> None:
+    front = make_front(FrontOptions("127.0.0.1:0", MESSAGE_BYTES_MAX), Script(echo), "queue")
+    front.start()
+    assert front.run_soon(pytest.fail) is False
+    rpc(dial(front), "Ack")(b"", timeout=PATIENCE_S)
+    assert front.run_soon(pytest.fail) is False
+    front.stop(0)
+
+
+def test_a_front_that_has_stopped_takes_no_work(open_front: Open, dial: Dial) -> None:
+    front = open_front(Script(echo))
+    rpc(dial(front), "Ack")(b"", timeout=PATIENCE_S)
+    front.stop(0)
+    assert front.run_soon(pytest.fail) is False
+
+
 # -- beside the eight methods -----------------------------------------------------------------------
 
 
