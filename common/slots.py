@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from zlib import crc32
 
@@ -30,6 +31,11 @@ def slot_of(queue: str) -> int:
     return crc32(queue.encode()) & 0xFFF
 
 
+def slots_owned(shard: int, owners: Sequence[int]) -> list[int]:
+    """The slots that a shard owns, in order; `owners` is the shard index of each slot."""
+    return list(compress(range(SLOT_COUNT), map(shard.__eq__, owners)))
+
+
 @dataclass(frozen=True)
 class SlotMap:
     """Which shard owns which slot. `owners[slot]` is a shard index; `epoch` grows with every change."""
@@ -43,7 +49,7 @@ class SlotMap:
             raise SlotMapError(f"a slot map has {SLOT_COUNT} owners, this one has {len(self.owners)}")
         if self.epoch < 1 or self.shards < 1:
             raise SlotMapError(f"epoch {self.epoch} and shards {self.shards} must be at least 1")
-        if not all(0 <= owner < self.shards for owner in self.owners):
+        if min(self.owners) < 0 or max(self.owners) >= self.shards:
             raise SlotMapError(f"an owner is outside of the {self.shards} shards")
 
     @classmethod
@@ -57,7 +63,7 @@ class SlotMap:
 
     def slots_of(self, shard: int) -> list[int]:
         """The slots that a shard owns, in order."""
-        return [slot for slot, owner in enumerate(self.owners) if owner == shard]
+        return slots_owned(shard, self.owners)
 
     def changed_since(self, before: SlotMap) -> frozenset[int]:
         """The slots that had another owner in an earlier map."""

@@ -33,7 +33,7 @@ import sysconfig
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -80,6 +80,25 @@ T = TypeVar("T")
 
 class DemoError(Exception):
     """The demonstration cannot go on; the text is one line."""
+
+
+# Before Python 3.12 `asyncio.wait_for` forgets a cancellation that comes together with the result: a Ctrl-C in that
+# moment would be waited for in vain. The client calls it when it connects.
+
+
+async def within(limit_s: float, result: Awaitable[T]) -> T:
+    """Raises TimeoutError."""
+    async with asyncio.timeout(limit_s):
+        return await result
+
+
+async def connected(address: str, **options: Any) -> sepp.SeppClient:
+    client = await sepp.SeppClient.connect(address, **options)
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        await client.close()
+        raise asyncio.CancelledError
+    return client
 
 
 # -- the work -------------------------------------------------------------------------------------
@@ -153,7 +172,7 @@ async def work() -> None:
     end_of_input = asyncio.create_task(reader.read())
     reserves_again = 0
     # No retries by the client: only who sees every answer can tell what a NOT_FOUND means.
-    async with await sepp.SeppClient.connect(terms.address) as client:
+    async with await connected(terms.address) as client:
         while not end_of_input.done():
             began = time.monotonic()
             reserve = asyncio.create_task(client.reserve(_reserve_options(terms.queues, WAIT_S, terms.name)))
@@ -263,7 +282,7 @@ class Server:
         with suppress(ProcessLookupError):
             self._process.terminate()
         try:
-            await asyncio.wait_for(self._process.wait(), STOP_S)
+            await within(STOP_S, self._process.wait())
         except TimeoutError:
             self._process.kill()  # its children end when it is gone
             await self._process.wait()
@@ -375,7 +394,7 @@ def queue_of(index: int) -> str:
 
 async def produce(run: Run, address: str, indexes: Sequence[int]) -> None:
     """Enqueue jobs for some files. With keys the client may ask again whatever the answer was."""
-    async with await sepp.SeppClient.connect(address, retry_policy=PATIENT) as client:
+    async with await connected(address, retry_policy=PATIENT) as client:
         for batch in portions(indexes, ENQUEUE_JOBS):
             while run.is_far_ahead:
                 run.advanced.clear()
@@ -424,8 +443,8 @@ async def employ(run: Run, address: str, place: int) -> None:
         await asyncio.wait((complete, reports), return_when=asyncio.FIRST_COMPLETED)
         complete.cancel()
         process.stdin.close()
-        said_farewell = await asyncio.wait_for(reports, STOP_S)
-        status = await asyncio.wait_for(process.wait(), STOP_S)
+        said_farewell = await within(STOP_S, reports)
+        status = await within(STOP_S, process.wait())
         if status != 0 or not said_farewell:
             raise DemoError(f"worker-{place} ended with status {status}, see above")
     finally:
@@ -454,7 +473,7 @@ async def strike(run: Run, server: Server) -> None:
     pid, successor = server.kill_shard(shard)
     killed_at = time.monotonic()
     run.say(f"shard-{shard} (process {pid}) was killed after {len(run.endings)} of {len(run.files)} jobs")
-    await asyncio.wait_for(successor, STALL_S)
+    await within(STALL_S, successor)
     run.killed = shard, pid, time.monotonic() - killed_at
     run.say(f"shard-{shard} is back after {run.killed[2]:.2f} s")
 
@@ -479,7 +498,7 @@ async def demonstrate(options: Options, files: list[Path], console: Console) -> 
         directory = Path(name)
         db_path = directory / "data"
         async with serving(directory, db_path, options.shards) as server:
-            address = await asyncio.wait_for(server.address, START_S)
+            address = await within(START_S, server.address)
             console.print(f"seppd serves on {address} with {options.shards} shards", highlight=False)
             slot_map = SlotMap.load(db_path)
             assert slot_map is not None
@@ -509,7 +528,7 @@ def progress_on(console: Console) -> Progress:
 async def remains(run: Run, address: str) -> list[str]:
     """What the server still has, with all workers gone."""
     faults = []
-    async with await sepp.SeppClient.connect(address, retry_policy=PATIENT) as client:
+    async with await connected(address, retry_policy=PATIENT) as client:
         last = {delivery.job_id: delivery.attempt for delivery in run.deliveries}
         for some in portions(list(last.items()), PROBES_AT_ONCE):
             held = await asyncio.gather(*(is_leased(client, job_id, attempt) for job_id, attempt in some))

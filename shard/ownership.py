@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from common.slots import SLOT_COUNT
+from common.slots import SLOT_COUNT, slots_owned
 from common.wire import MoveCommand, Op, Operation, slots_of
 from shard import keys
 from shard.migration import Arrival, Departure, Sweep, rows_of, slot_of_row
@@ -302,4 +302,4 @@ class Ownership:
 def _owned_by(shard: int, owners: Sequence[int] | None) -> frozenset[int]:
     if owners is None:
         return frozenset(range(SLOT_COUNT))
-    return frozenset(slot for slot, owner in enumerate(owners) if owner == shard)
+    return frozenset(slots_owned(shard, owners))

@@ -53,9 +53,23 @@ def groups() -> list[tuple[str, list[Case]]]:
     """The configuration (TOML) of each group, and its cases."""
     recorded = json.loads(HISTORIES.read_text())
     return [
-        (group["config"], [Case(number, case["name"], case["steps"]) for case in group["cases"]])
+        (group["config"], [Case(number, case["name"], unhurried(case)) for case in group["cases"]])
         for number, group in enumerate(recorded)
     ]
+
+
+def unhurried(case: dict[str, Any]) -> list[Step]:
+    """The steps of a case, with more time where a call has to come before a short lease has run out.
+
+    There is one such case. Its 0.6 s are less than a loaded machine takes at times between two calls.
+    """
+    steps: list[Step] = case["steps"]
+    if case["name"] == "extend: survives the first expiry":
+        _, reserve, _, pause, *_ = steps
+        reserve["request"]["lease_duration"] = "3s"
+        reserve["response"]["jobs"][0]["lease_expires_at"] = "$now+3000"
+        pause["sleep_ms"] = 3_600
+    return steps
 
 
 @dataclass

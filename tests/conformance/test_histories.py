@@ -1,4 +1,4 @@
-"""The recorded histories, each against both fronts with one shard and with four.
+"""The recorded histories, each against both fronts, and with one shard and with four.
 
 The histories of a group share a server, as when they were recorded. They are played together when the
 first of them is asked for, because many only wait: those that use a queue in common one after the
@@ -135,8 +135,8 @@ def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     yield Stage(wanted)
 
 
-@pytest.mark.parametrize("front", ["queue", "aio"])
-@pytest.mark.parametrize("shards", [1, 4], ids=["1-shard", "4-shards"])
+# A front does not see how many shards there are.
+@pytest.mark.parametrize(("front", "shards"), [("queue", 1), ("queue", 4), ("aio", 1)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_history_goes_as_recorded(stage: Stage, case: Case, shards: int, front: str) -> None:
     stage.outcome(Setting(case.group, shards, front), case).result()

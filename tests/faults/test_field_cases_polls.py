@@ -50,9 +50,10 @@ from tests.integration.clients import (
     reserve_one,
     settled,
     texts,
+    until,
 )
 from tests.integration.conftest import StartServer
-from tests.integration.server import WAIT_S, Server
+from tests.integration.server import Server
 from tests.unit import shard_driver
 from tests.unit.router_driver import milliseconds
 from tests.unit.shard_driver import WALL_START_MS, MemoryHome, Shard, bodies, rows
@@ -240,13 +241,6 @@ async def test_the_second_poll_gets_the_job_that_meets_the_end_of_the_first(any_
 def waiting_polls(server: Server, queues: list[str]) -> int:
     with AdminClient(server.data) as admin:
         return sum(admin.queue(name).waiting for name in queues)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Until something holds of which nobody is told."""
-    async with asyncio.timeout(WAIT_S):
-        while not await asyncio.to_thread(holds):
-            await asyncio.sleep(0.01)
 
 
 def test_no_waiter_is_left_after_10_000_jobs_that_met_the_end_of_the_first_in_line() -> None:

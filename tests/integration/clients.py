@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
@@ -78,3 +78,10 @@ async def park(client: SeppClient, *queues: str, lease: timedelta = LEASE) -> as
 async def settled(poll: asyncio.Task[list[Job]]) -> list[Job]:
     """What a poll was answered with."""
     return await asyncio.wait_for(poll, WAIT_S)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Until something holds of which nobody is told."""
+    async with asyncio.timeout(WAIT_S):
+        while not await asyncio.to_thread(holds):
+            await asyncio.sleep(0.01)
