@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from contenders import Contest, Work, contest, median, run_bare
+from contenders import BY_CLIENT, Contest, Work, contest, median, run_bare
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +37,8 @@ WORKS = (
     Work("round trip at half load", 50, 1, 4_000),
     Work("atomic on one shard", 50, 10, 1_500),
     Work("atomic on two shards", 50, 10, 1_500),
+    Work("client's enqueue", 50, 1, 2_000),
+    Work("client's round trip", 1, 1, 300),
 )
 # Fewer calls than connections would measure nothing.
 CALLS_MIN = 2
@@ -187,20 +189,26 @@ def _measured(found: Contest, works: list[Work], rounds: int) -> Figures:
 
 
 def _show(console: Console, found: Contest, works: list[Work], figures: Figures, memory: dict[str, float]) -> None:
-    table = Table("work", *(contender.name for contender in found.contenders), title="jobs/s, lowest to highest")
-    for work in works:
-        cells = []
-        for contender in found.contenders:
-            each = figures.get((contender.name, str(work)))
-            cells.append("" if each is None else _cell(each))
-        table.add_row(str(work), *cells)
-    console.print(table)
+    names = [contender.name for contender in found.contenders]
+    _show_rates(console, "jobs/s, lowest to highest", names, [w for w in works if w.kind not in BY_CLIENT], figures)
+    _show_rates(console, "by the usual client of each", names, [w for w in works if w.kind in BY_CLIENT], figures)
     for work in works:
         each = figures.get((OURS, str(work)))
         if each and "router cpu" in each[0]:
             used = ", ".join(f"{kind} {median(each, f'{kind} cpu'):.1f} µs" for kind in ("router", "shard"))
             console.print(f"processor time of seppd for a job, {work}: {used}")
     console.print("memory of seppd at the end: " + ", ".join(f"{kind} {size:.0f} MB" for kind, size in memory.items()))
+
+
+def _show_rates(console: Console, title: str, names: list[str], works: list[Work], figures: Figures) -> None:
+    """A table of those works, with those who can do some of them."""
+    names = [name for name in names if any((name, str(work)) in figures for work in works)]
+    table = Table("work", *names, title=title)
+    for work in works:
+        each = [figures.get((name, str(work))) for name in names]
+        table.add_row(str(work), *("" if cell is None else _cell(cell) for cell in each))
+    if works:
+        console.print(table)
 
 
 def _cell(each: list[dict[str, float]]) -> str:
@@ -266,7 +274,7 @@ def _draw(figures: Figures, works: list[Work], stem: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise SystemExit("a chart needs matplotlib: .venv/bin/pip install matplotlib") from None
+        raise SystemExit("a chart needs matplotlib: .venv/bin/pip install -e '.[bench]'") from None
     names = list(dict.fromkeys(who for who, _ in figures))
     rows = [str(work) for work in works]
     figure = Figure(figsize=(10, 0.5 + 0.6 * len(rows)), layout="constrained")

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,10 +19,22 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import grpc
+import peers
 import raw_calls
 from google.protobuf.duration_pb2 import Duration
 from raw_calls import CallFailedError, GrpcConnection, Lane
-from servers import PAYLOAD_BYTES, Running, batch, body_file, calls_per_second, framed, seppd, started
+from servers import (
+    PAYLOAD_BYTES,
+    Running,
+    batch,
+    body_file,
+    calls_per_second,
+    framed,
+    free_port,
+    listening,
+    seppd,
+    started,
+)
 
 from common import queue_pb2 as pb
 from common.slots import SlotMap, slot_of
@@ -35,6 +44,8 @@ BATCH = 256
 # Jobs of one call of `raw_calls`, whose messages fit into one frame.
 SMALL_BATCH = 40
 QUEUE = "bench"
+# What is done through the usual client of each.
+BY_CLIENT = ("client's enqueue", "client's round trip")
 
 
 class Work(NamedTuple):
@@ -46,7 +57,7 @@ class Work(NamedTuple):
     calls: int
 
     def __str__(self) -> str:
-        what = self.kind if self.kind.startswith("round trip") else f"{self.kind} {self.jobs}"
+        what = self.kind if "trip" in self.kind or self.kind in BY_CLIENT else f"{self.kind} {self.jobs}"
         return f"{what}, {self.connections} conn."
 
 
@@ -86,7 +97,8 @@ class GrpcServer:
         self.leased = 0
 
     def can(self, work: Work) -> bool:
-        return work.kind in ("enqueue", "reserve", "ack", "round trip", "round trip at half load", *self._queues)
+        kinds = ("enqueue", "reserve", "ack", "round trip", "round trip at half load")
+        return work.kind in (*kinds, *BY_CLIENT, *self._queues)
 
     def measure(self, work: Work) -> dict[str, float]:
         match work.kind:
@@ -100,6 +112,10 @@ class GrpcServer:
                 return self._round_trips(work, 0.0)
             case "round trip at half load":
                 return self._round_trips(work, self._last_rate["round trip"] / 2)
+            case kind if kind in BY_CLIENT:
+                if kind == "client's enqueue":
+                    self.ready += work.calls
+                return by_client([*peers.PYTHON, "by_sepp.py"], work, self._address, Path.cwd())
             case _:
                 return {"rate": self._enqueue(work, "EnqueueAtomic", self._queues[work.kind])}
 
@@ -342,6 +358,39 @@ class Beanstalkd:
         raw_calls.run(lanes, connections, lambda: BeanstalkConnection(self._address))
 
 
+# -- through the usual client --------------------------------------------------------------------------
+
+
+def by_client(program: list[str], work: Work, address: str, cwd: Path) -> dict[str, float]:
+    kind = work.kind.removeprefix("client's ")
+    found = peers.run_client(program, kind, work.connections, work.calls, address, cwd)
+    seconds = found.pop("seconds")
+    return found | percentiles(seconds) if seconds else found
+
+
+class PeerServer:
+    """Another job queue."""
+
+    def __init__(self, peer: peers.Peer, address: str) -> None:
+        self.name = peer.name
+        self._peer = peer
+        self._address = address
+        self._ready = 0
+
+    def can(self, work: Work) -> bool:
+        return work.kind in BY_CLIENT
+
+    def measure(self, work: Work) -> dict[str, float]:
+        if work.kind == "client's enqueue":
+            self._ready += work.calls
+        return by_client(self._peer.program, work, self._address, Path.cwd())
+
+    def check(self) -> None:
+        ready = peers.run_client(self._peer.program, "count", 1, 1, self._address, Path.cwd())["ready"]
+        if ready != self._ready:
+            raise SystemExit(f"{self.name}: {ready} jobs are ready, not {self._ready}")
+
+
 # -- starting them ----------------------------------------------------------------------------------
 
 
@@ -350,33 +399,6 @@ def queues_on(shard: int, number: int, shards: int) -> list[str]:
     owners = SlotMap.even(shards).owners
     names = (f"bench-{n}" for n in range(100_000))
     return [name for _, name in zip(range(number), (n for n in names if owners[slot_of(n)] == shard), strict=False)]
-
-
-@contextmanager
-def listening(command: list[str], port: int, environment: dict[str, str] | None = None) -> Iterator[str]:
-    """A server that is known to be up when its port takes connections; ended afterwards."""
-    process = subprocess.Popen(
-        command, env=os.environ | (environment or {}), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        for _ in range(200):
-            try:
-                socket.create_connection(("127.0.0.1", port)).close()
-                break
-            except OSError:
-                time.sleep(0.05)
-        else:
-            raise SystemExit(f"{command[0]} does not listen")
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Contest:
@@ -398,12 +420,24 @@ class Contest:
             self.contenders.append(_OnlyAtomic("seppd, two shards", running, queues))
         self._add("sepp", "cargo install sepp", lambda: self._reference(stack, directory / "sepp"))
         self._add("beanstalkd", "apt install beanstalkd", lambda: self._beanstalkd(stack, directory / "beanstalkd"))
+        if not kinds.isdisjoint(BY_CLIENT):
+            for peer in peers.PEERS:
+                self._add_peer(peer, stack, directory / peer.name)
 
     def _add(self, program: str, install: str, start: Callable[[], Contender]) -> None:
         if shutil.which(program) is None:
             self.missing.append(f"{program} is not installed and left out: {install}")
         else:
             self.contenders.append(start())
+
+    def _add_peer(self, peer: peers.Peer, stack: ExitStack, directory: Path) -> None:
+        missing = peer.missing()
+        if missing is not None:
+            self.missing.append(missing)
+        else:
+            directory.mkdir()
+            address = stack.enter_context(peers.server_of(peer, directory))
+            self.contenders.append(PeerServer(peer, address))
 
     @staticmethod
     def _reference(stack: ExitStack, directory: Path) -> Contender:

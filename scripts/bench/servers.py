@@ -10,9 +10,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,6 +114,35 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[Started
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
+
+
+@contextmanager
+def listening(
+    command: list[str], port: int, environment: dict[str, str] | None = None, user: str | None = None
+) -> Iterator[str]:
+    """A server that is known to be up when its port takes connections; ended afterwards."""
+    environment = os.environ | (environment or {})
+    silent = subprocess.DEVNULL
+    process = subprocess.Popen(command, env=environment, user=user, stdout=silent, stderr=silent)
+    try:
+        for _ in range(200):
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        else:
+            raise SystemExit(f"{command[0]} does not listen")
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

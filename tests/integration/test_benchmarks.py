@@ -19,10 +19,10 @@ def figures(tmp_path: Path, script: str, *arguments: str) -> Any:
 
 
 def test_the_comparison_measures_acks_and_round_trips_and_finds_every_job(tmp_path: Path) -> None:
-    found = figures(tmp_path, "compare.py", "--rows", "ack,round trip", "--rounds", "1", "--scale", "0.01")
+    found = figures(tmp_path, "compare.py", "--rows", "ack,round trip,client's", "--rounds", "1", "--scale", "0.01")
     ours = {row["work"]: row["rounds"] for row in found["figures"] if row["contender"] == "seppd"}
-    works = ["ack 1, 50 conn.", "round trip, 1 conn.", "round trip, 50 conn.", "round trip at half load, 50 conn."]
-    assert list(ours) == works
+    trips = ["round trip, 1 conn.", "round trip, 50 conn.", "round trip at half load, 50 conn."]
+    assert list(ours) == ["ack 1, 50 conn.", *trips, "client's enqueue, 50 conn.", "client's round trip, 1 conn."]
     assert all(len(rounds) == 1 and rounds[0]["rate"] > 0 for rounds in ours.values())
     trip = ours["round trip, 1 conn."][0]
     assert 0 < trip["p50"] <= trip["p99"] <= trip["p999"]
