@@ -6,6 +6,7 @@ import signal
 import sys
 from queue import SimpleQueue
 
+from common.collector import settle
 from common.config_sections import Config
 from common.control import ControlError, ControlLink, StartRouter, ToChild, control_fd
 from common.logs import configure
@@ -36,6 +37,7 @@ def main() -> int:
     assert isinstance(start, StartRouter), start.kind
     logging = Config.model_validate(start.config).logging
     configure(logging.level, logging.format, f"router-{start.index}")
+    settle()
     process = RouterProcess(start, control, messages)
     wakes.append(process)
     process.wake()  # for what came before it could be woken

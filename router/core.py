@@ -542,5 +542,6 @@ class Core:
 
 
 def _send_to_owner(pending: Pending) -> None:
-    if pending.flow is not None:
-        pending.flow.moved(pending.op_id)
+    flow, pending.flow = pending.flow, None
+    if flow is not None:
+        flow.moved(pending.op_id)

@@ -49,7 +49,11 @@ class Flow(Protocol):
 
 
 class Pending:
-    """One operation with the flow that waits for its result; `flow` is None where nobody does."""
+    """One operation with the flow that waits for its result; `flow` is None where nobody does, or no longer.
+
+    Flows know their operations: if one that is over still knew its flow, both would stay, with the jobs in
+    them, until the collector comes.
+    """
 
     __slots__ = ("flow", "operation", "parks", "sent", "size", "withdrawn")
 
@@ -153,6 +157,12 @@ class Outbound:
 
     def withdraw(self, pending: Pending) -> bool:
         """Take back an operation that has not been sent; False when it has been."""
+        if not self._withdraw(pending):
+            return False
+        pending.flow = None
+        return True
+
+    def _withdraw(self, pending: Pending) -> bool:
         if pending.sent or pending.withdrawn:
             return False
         pending.withdrawn = True  # it is passed over when its turn comes: looking for it would cost more
@@ -170,6 +180,7 @@ class Outbound:
         if pending is None:
             return False
         self._done(pending)
+        pending.flow = None
         self._unblock(op_id)
         return True
 
@@ -236,8 +247,9 @@ class Outbound:
             if pending.flow is not None and not pending.withdrawn:
                 pending.flow.hold()
         for pending in sent.values():
-            if pending.flow is not None:
-                pending.flow.lost(pending.op_id)
+            flow, pending.flow = pending.flow, None
+            if flow is not None:
+                flow.lost(pending.op_id)
             self._unblock(pending.op_id)
 
     def take(self, number: int, results: list[Result]) -> None:
@@ -253,8 +265,9 @@ class Outbound:
                 if status == MOVED:
                     self.returned.append((pending, data))
                     continue
-                if pending.flow is not None:
-                    pending.flow.result(op_id, status, data)
+                flow, pending.flow = pending.flow, None
+                if flow is not None:
+                    flow.result(op_id, status, data)
                 self._unblock(op_id)
         if number > self._answered:
             self._answered = number
@@ -273,12 +286,12 @@ class Outbound:
         """Take back what has not been sent of operations that are about these slots."""
         unsent = [pending for pending in (*self._unsent, *self._later) if not pending.withdrawn]
         found = [pending for pending in unsent if not slots_of(pending.operation).isdisjoint(slots)]
-        return [pending for pending in found if self.withdraw(pending)]
+        return [pending for pending in found if self._withdraw(pending)]
 
     def close(self) -> list[Pending]:
         """The shard was taken away, and this is used no more. Returns what had not been sent."""
         self.went_down()
-        return [pending for pending in (*self._unsent, *self._later) if self.withdraw(pending)]
+        return [pending for pending in (*self._unsent, *self._later) if self._withdraw(pending)]
 
     def block_until_back(self, slots: Collection[int], owner_of: Callable[[int], Outbound]) -> None:
         """What is out about these slots goes before anything that is sent to their new owners from now on."""

@@ -7,6 +7,7 @@ import signal
 import sys
 from queue import SimpleQueue
 
+from common.collector import settle
 from common.config_sections import Config
 from common.control import ControlError, ControlLink, StartShard, ToChild, control_fd
 from common.logs import configure
@@ -37,6 +38,7 @@ def main() -> int:
     assert isinstance(start, StartShard), start.kind
     logging = Config.model_validate(start.config).logging
     configure(logging.level, logging.format, f"shard-{start.index}")
+    settle()
     return ShardProcess(start, control, messages).run(wake_fd)
 
 

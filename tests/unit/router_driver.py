@@ -8,6 +8,7 @@ has forgotten all of it; the fixtures of the tests call it after each test.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -391,6 +392,18 @@ class RouterDriver:
         assert_idle(self.core)
 
 
+    def let_go(self) -> None:
+        """Forget all calls. None may be left in a circle: its request would stay until the collector comes."""
+        calls = [weakref.ref(call) for call in self._calls]
+        self._calls.clear()
+        self._replies.clear()
+        self._leaving.clear()
+        self.core._timers.clear()  # those that were dropped are looked at later
+        for outbound in self.core.shards:
+            outbound._unsent.clear()  # as are those that were withdrawn
+        assert [call.method for ref in calls if (call := ref()) is not None] == []
+
+
 def assert_idle(core: Core) -> None:
     """No call, timer or operation is left in the core's tables."""
     assert core.replies == []
@@ -415,6 +428,7 @@ def drivers(**settings: Any) -> Iterator[RouterDriver]:
     driver = RouterDriver(**settings)
     yield driver
     driver.finish()
+    driver.let_go()
 
 
 # ---- what tests send and answer
