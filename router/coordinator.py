@@ -83,7 +83,7 @@ class Transaction:
             return
         for shard, part in self._parts.items():
             entropy = core.random_bytes(RANDOM_BYTES_PER_JOB * len(part.jobs))
-            self._send(Op.PREPARE, shard, [self._home, entropy, part.jobs], part.size)
+            self._send(Op.PREPARE, shard, [self._home, entropy, part.jobs], part.size, len(part.jobs))
 
     # -- events -------------------------------------------------------------------------------
 
@@ -238,10 +238,12 @@ class Transaction:
 
     # -- operations and answers ---------------------------------------------------------------
 
-    def _send(self, kind: Op, shard: int, arguments: list[Any], size: int = 0, transaction: int = 0) -> None:
+    def _send(
+        self, kind: Op, shard: int, arguments: list[Any], size: int = 0, jobs: int = 1, transaction: int = 0
+    ) -> None:
         op_id = self._core.next_op_id()
         transaction = transaction or self._id
-        pending = self._core.shards[shard].add([op_id, kind, transaction, *arguments], self, size)
+        pending = self._core.shards[shard].add([op_id, kind, transaction, *arguments], self, size, jobs=jobs)
         self._out[op_id] = _Sent(kind, shard, transaction, pending)
         if not self._core.shards[shard].is_up:
             self.hold()  # this one was not yet known when it was called by `add`

@@ -359,7 +359,7 @@ class Core:
             shard,
             lambda data: atomic_answer(part.jobs, data),
             lambda: self.begin_atomic(call, self.parts(part)),
-        ).begin(Op.ENQUEUE_ATOMIC, [entropy, part.jobs], part.size)
+        ).begin(Op.ENQUEUE_ATOMIC, [entropy, part.jobs], part.size, len(part.jobs))
 
     def set_timer(self, timed: Timed, at_ms: int) -> None:
         """Fire once at a monotonic instant; replaces an earlier timer of the same object."""

@@ -90,7 +90,8 @@ class EnqueueFlow:
             op_id = core.next_op_id()
             entropy = core.random_bytes(RANDOM_BYTES_PER_JOB * len(part.jobs))
             operation = [op_id, Op.ENQUEUE, entropy, part.jobs]
-            self._pending[op_id] = shard, part, core.shards[shard].add(operation, self, part.size)
+            pending = core.shards[shard].add(operation, self, part.size, jobs=len(part.jobs))
+            self._pending[op_id] = shard, part, pending
 
     def _finish_if_done(self) -> None:
         if self._pending:
@@ -204,10 +205,10 @@ class SingleFlow:
         self._again = again
         self._pending: Pending | None = None
 
-    def begin(self, kind: Op, arguments: list[Any], size: int = 0) -> None:
+    def begin(self, kind: Op, arguments: list[Any], size: int = 0, jobs: int = 1) -> None:
         """`size` is that of the jobs among the arguments, in bytes."""
         core = self._core
-        self._pending = core.shards[self._shard].add([core.next_op_id(), kind, *arguments], self, size)
+        self._pending = core.shards[self._shard].add([core.next_op_id(), kind, *arguments], self, size, jobs=jobs)
 
     def result(self, op_id: int, status: int, data: Any) -> None:
         self.timer_at = 0

@@ -23,8 +23,10 @@ from router.front import Status
 # Envelopes on the way to a shard or being answered. Two, so that the shard can apply one while it
 # syncs the other.
 ENVELOPES_OUT = 2
-# The size of one envelope, about: what a shard takes in at once, and copies.
-ENVELOPE_OPERATIONS = 1_024
+# The size of one envelope, about: what a shard takes in at once, and copies. An operation counts as many jobs as it
+# has or asks for, at least one. With more, shard and router would wait for each other when all clients reserve large
+# batches: the one works while the other has nothing.
+ENVELOPE_JOBS = 2_048
 ENVELOPE_BYTES = 8 * 1024 * 1024
 # Bytes of jobs that may wait for one shard in one router, beside the limit on operations.
 WAITING_BYTES_MAX = 256 * 1024 * 1024
@@ -55,12 +57,13 @@ class Pending:
     them, until the collector comes.
     """
 
-    __slots__ = ("flow", "operation", "parks", "sent", "size", "withdrawn")
+    __slots__ = ("flow", "jobs", "operation", "parks", "sent", "size", "withdrawn")
 
-    def __init__(self, operation: Operation, flow: Flow | None, size: int, parks: bool) -> None:
+    def __init__(self, operation: Operation, flow: Flow | None, size: int, parks: bool, jobs: int) -> None:
         self.operation = operation
         self.flow = flow
         self.size = size  # bytes of jobs in it
+        self.jobs = jobs  # that it asks for or brings
         self.parks = parks  # it may wait in the shard for as long as it likes
         self.sent = False
         self.withdrawn = False
@@ -124,9 +127,11 @@ class Outbound:
 
     # -- operations ---------------------------------------------------------------------------
 
-    def add(self, operation: Operation, flow: Flow | None, size: int = 0, parks: bool = False) -> Pending:
+    def add(
+        self, operation: Operation, flow: Flow | None, size: int = 0, parks: bool = False, jobs: int = 1
+    ) -> Pending:
         """Send an operation as soon as may be."""
-        pending = Pending(operation, flow, size, parks)
+        pending = Pending(operation, flow, size, parks, jobs)
         if self._blocked_by and not self.is_returning:
             self._later.append(pending)
         else:
@@ -208,9 +213,9 @@ class Outbound:
             items.append([0, Op.GIVE_BACK, self._given_back])
             self._giving_back[self._number] = self._given_back
             self._given_back = []
-        size = 0
+        size = jobs = 0
         unsent, sent = self._unsent, self._sent
-        while unsent and len(items) < ENVELOPE_OPERATIONS and size < ENVELOPE_BYTES:
+        while unsent and jobs < ENVELOPE_JOBS and size < ENVELOPE_BYTES:
             pending = unsent.popleft()
             if pending.withdrawn:
                 self._withdrawn -= 1
@@ -219,6 +224,7 @@ class Outbound:
             items.append(pending.operation)
             sent[pending.operation[0]] = pending
             size += pending.size
+            jobs += pending.jobs
             if pending.parks:
                 self._parked += 1
         return items

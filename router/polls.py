@@ -203,17 +203,18 @@ class Poll:
         shard, queues = self._runs[self._run]
         core = self._core
         may_wait = len(self._runs) == 1 and self._may_wait()
+        max_jobs = self._terms.max_jobs - len(self._jobs)
         operation = [
             core.next_op_id(),
             Op.RESERVE,
             queues,
-            self._terms.max_jobs - len(self._jobs),
+            max_jobs,
             self._terms.lease_ms,
             may_wait,
             self._max_bytes - self._size,
             self._woken.pop(shard, 0),
         ]
-        self._claim = shard, core.shards[shard].add(operation, self, parks=may_wait)
+        self._claim = shard, core.shards[shard].add(operation, self, parks=may_wait, jobs=max_jobs)
 
     def _claimed(self, shard: int, op_id: int, status: int, data: Any) -> None:
         if status != Status.OK:

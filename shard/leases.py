@@ -50,28 +50,40 @@ class Leases:
         """All that was to be loaded is."""
         heapify(self.timers)
 
+    def begin(self, leases: list[Lease], lease_ms: int, now: Instant) -> None:
+        """Jobs go out, until `lease_ms` from now."""
+        deadline, expires_ms = now.mono_ms + lease_ms, now.wall_ms + lease_ms
+        by_id, timers, put = self.by_id, self.timers, self._store.pending[Family.LEASES].__setitem__
+        for lease in leases:
+            job_id, queue = lease.job_id, lease.queue
+            lease.lease_ms, lease.deadline, lease.expires_ms = lease_ms, deadline, expires_ms
+            by_id[job_id] = lease
+            heappush(timers, (deadline, job_id))
+            put(
+                keys.lease_key(queue.slot, lease.sequence),
+                keys.lease_value(
+                    job_id,
+                    queue.number,
+                    lease.inverted,
+                    lease.attempt,
+                    lease.max_attempts,
+                    expires_ms,
+                    lease_ms,
+                    lease.op_id,
+                ),
+            )
+        self._drop_spare_timers()
+
     def set_end(self, lease: Lease, lease_ms: int, now: Instant) -> None:
         """The lease ends in `lease_ms`; store it so."""
-        lease.lease_ms = lease_ms
-        lease.deadline = now.mono_ms + lease_ms
-        lease.expires_ms = now.wall_ms + lease_ms
-        heappush(self.timers, (lease.deadline, lease.job_id))
+        self.begin([lease], lease_ms, now)
+
+    def _drop_spare_timers(self) -> None:
         if len(self.timers) > 2 * len(self.by_id) + SPARE_TIMERS:
             # Most jobs are acked long before their lease ends; without this the heap would grow
             # with the rate of jobs times the length of their leases.
             self.timers = [(other.deadline, other.job_id) for other in self.by_id.values()]
             heapify(self.timers)
-        value = keys.lease_value(
-            lease.job_id,
-            lease.queue.number,
-            lease.inverted,
-            lease.attempt,
-            lease.max_attempts,
-            lease.expires_ms,
-            lease_ms,
-            lease.op_id,
-        )
-        self._store.put(Family.LEASES, keys.lease_key(lease.queue.slot, lease.sequence), value)
 
     def next_end(self) -> int | None:
         """When the first lease ends, monotonic ms."""

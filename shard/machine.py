@@ -557,21 +557,23 @@ class Machine:
     ) -> int:
         """Lease jobs that were taken from their lane; returns about how much of an answer they fill, in bytes."""
         size = 0
+        slot, expires_ms = queue.slot, self._now.wall_ms + lease_ms
+        leases: list[Lease] = []
         for sequence, record in rows:
-            queue.ready -= 1
             try:
                 job_id, attempt, max_attempts = keys.read_job_value(record)
-                if not job_ids.is_at(job_id, queue.slot, sequence):
+                if not job_ids.is_at(job_id, slot, sequence):
                     raise keys.CorruptRecord(f"it names job {job_ids.text(job_id)}")
             except keys.CorruptRecord as error:
                 self._set_aside(queue, inverted, sequence, record, str(error))
                 continue
-            lease = Lease(queue, inverted, sequence, job_id, attempt, max_attempts, op_id)
-            self._leases[job_id] = lease
-            self._out.set_end(lease, lease_ms, self._now)
-            queue.leased += 1
+            leases.append(Lease(queue, inverted, sequence, job_id, attempt, max_attempts, op_id))
             size += len(record) + JOB_OVERHEAD_BYTES
-            taken.append(LeasedJob(job_id, attempt, lease.expires_ms, record[keys.JOB_HEAD_BYTES :]))
+            # Without its constructor, which would cost as much as the lease.
+            taken.append(tuple.__new__(LeasedJob, (job_id, attempt, expires_ms, record[keys.JOB_HEAD_BYTES :])))
+        self._out.begin(leases, lease_ms, self._now)
+        queue.ready -= len(rows)
+        queue.leased += len(leases)
         self._touch(queue)
         return size
 

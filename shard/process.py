@@ -203,7 +203,7 @@ class ShardProcess:
     def _take_envelopes(self, turns: Turns, now: Instant) -> int:
         """How many operations were applied."""
         taken = 0
-        while taken < TURN_OPERATIONS:
+        while taken < TURN_OPERATIONS and not turns.is_full:
             try:
                 message = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:

@@ -14,8 +14,8 @@ expired lease) goes into the window; one at or above it will be found by the sca
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Container
-from heapq import heapify, heappop, heappush
 
 from common.wire import JOB_OVERHEAD_BYTES
 from shard import keys
@@ -58,7 +58,7 @@ class Lane:
         self.queue = queue
         self.inverted = inverted
         self.frontier = frontier
-        self._window: list[int] = []
+        self._window: list[int] = []  # in order
         self._records: dict[int, bytes] = {}
         self._bytes = 0
         self._budget = budget
@@ -74,7 +74,7 @@ class Lane:
             self._shrink()
             if sequence >= self.frontier:
                 return
-        heappush(window, sequence)
+        insort(window, sequence)  # nearly always at its end
         self._records[sequence] = record
         self._bytes += size
         self._budget.used += size
@@ -90,19 +90,17 @@ class Lane:
         """
         if not self._window and self.frontier != EXHAUSTED:
             self._refill(store, leased)
-        window, records = self._window, self._records
-        taken: list[tuple[int, bytes]] = []
+        window, remove = self._window, self._records.pop
+        taken = [(sequence, remove(sequence)) for sequence in window[:count]]
         freed = 0
-        while window and len(taken) < count:
-            sequence = window[0]
-            record = records[sequence]
+        for place, (_, record) in enumerate(taken):
             room -= len(record) + JOB_OVERHEAD_BYTES
-            if room < 0 and not (must and not taken):
+            if room < 0 and (place or not must):
+                self._records.update(taken[place:])
+                del taken[place:]
                 break
-            heappop(window)
-            del records[sequence]
             freed += len(record)
-            taken.append((sequence, record))
+        del window[: len(taken)]
         self._bytes -= freed
         self._budget.used -= freed
         return taken
@@ -155,7 +153,7 @@ class Lane:
                 if record[:16] in leased:
                     continue
                 sequence = int.from_bytes(key[7:], "big")
-                self._window.append(sequence)  # in order, so this is a heap
+                self._window.append(sequence)
                 self._records[sequence] = record
                 self._bytes += len(record)
                 self._budget.used += len(record)
@@ -166,7 +164,6 @@ class Lane:
 
     def _shrink(self) -> None:
         """Keep the lower half of the window; the store has the rest."""
-        self._window.sort()
         kept = len(self._window) // 2
         dropped = self._window[kept:]
         if not dropped:
@@ -177,4 +174,3 @@ class Lane:
             size = len(self._records.pop(sequence))
             self._bytes -= size
             self._budget.used -= size
-        heapify(self._window)

@@ -18,6 +18,11 @@ from shard.store import Store
 INTERNAL = 13
 
 
+# Jobs put, leased and deleted, about: the sync of one turn goes on while the next is applied, and its results are
+# worked off by routers meanwhile.
+TURN_CHANGES = 2_048
+
+
 class Turns:
     """The turns of one shard process. `begin_sync` starts a sync, whose end `synced` or `failed` tells."""
 
@@ -39,6 +44,11 @@ class Turns:
     def is_idle(self) -> bool:
         """Nothing waits for a sync."""
         return self._commit.is_idle
+
+    @property
+    def is_full(self) -> bool:
+        """What has come after all that is in this turn had better be the next one's."""
+        return sum(map(len, self._store.pending)) >= TURN_CHANGES
 
     def take(self, message: bytes, now: Instant) -> int | None:
         """Apply an envelope; how many operations it had. None: it is from a router that has ended, or for

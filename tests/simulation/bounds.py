@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import ModuleType
 
 from router import outbound, resharding
-from shard import admin, dead_letters, machine, migration, ready, transactions
+from shard import admin, dead_letters, machine, migration, ready, transactions, turns
 
 _SMALL: tuple[tuple[ModuleType, str, int], ...] = (
     (ready, "WINDOW_JOBS", 2),
@@ -23,7 +23,8 @@ _SMALL: tuple[tuple[ModuleType, str, int], ...] = (
     (admin, "SCAN_RECORDS", 2),
     (admin, "QUEUES_PAGE", 1),
     (dead_letters, "_SCAN_RECORDS", 1),
-    (outbound, "ENVELOPE_OPERATIONS", 3),
+    (outbound, "ENVELOPE_JOBS", 3),
+    (turns, "TURN_CHANGES", 4),
     (resharding, "PART_BYTES", 150),
     (resharding, "LAST_ROWS", 1),
     (resharding, "HOLD_MAX_MS", 5),

@@ -134,8 +134,8 @@ class ShardProcess:
             self._take_control()
         more_is_due = machine.tick(now)
         if self._inbox:
-            inbox, self._inbox = self._inbox, []
-            for message in inbox:
+            while self._inbox and not turns.is_full:
+                message = self._inbox.pop(0)
                 envelope = wire.unpack(message)
                 if turns.take(message, now) is not None:
                     witness.applied(envelope)
@@ -146,7 +146,7 @@ class ShardProcess:
         witness.turn_ends(self.disk.store)
         self._write()
         if self.is_alive and not self.is_stalled:
-            if more_is_due:
+            if more_is_due or self._inbox:
                 self._soon()
             self._set_timer()
 

@@ -391,7 +391,6 @@ class RouterDriver:
             assert (shard.promised, shard.decided) == (set(), set())
         assert_idle(self.core)
 
-
     def let_go(self) -> None:
         """Forget all calls. None may be left in a circle: its request would stay until the collector comes."""
         calls = [weakref.ref(call) for call in self._calls]

@@ -10,7 +10,7 @@ from common import queue_pb2 as pb
 from common import wire
 from common.wire import Op, WireError
 from router.front import Status
-from router.outbound import ENVELOPE_BYTES, ENVELOPE_OPERATIONS
+from router.outbound import ENVELOPE_BYTES, ENVELOPE_JOBS
 from tests.unit.router_driver import RouterDriver, configured, drivers, job_id_on, leased, queue_on
 
 QUEUE = queue_on(0)
@@ -81,10 +81,23 @@ def test_numbers_start_again_with_each_process_of_a_shard(router: RouterDriver) 
 
 
 def test_an_envelope_holds_a_bounded_number_of_operations(router: RouterDriver) -> None:
-    for _ in range(2 + ENVELOPE_OPERATIONS + 1):
+    for _ in range(2 + ENVELOPE_JOBS + 1):
         router.ack(JOB)
     router.shards[0].serve()
-    assert [len(envelope.items) for envelope in router.shards[0].envelopes()] == [ENVELOPE_OPERATIONS, 1]
+    assert [len(envelope.items) for envelope in router.shards[0].envelopes()] == [ENVELOPE_JOBS, 1]
+
+
+@pytest.mark.parametrize("method", ["EnqueueBatch", "Reserve"])
+def test_an_envelope_has_or_asks_for_a_bounded_number_of_jobs(router: RouterDriver, method: str) -> None:
+    for _ in range(2):
+        router.ack(JOB)
+    for _ in range(ENVELOPE_JOBS // 256 + 1):
+        if method == "Reserve":
+            router.reserve(QUEUE, max_jobs=256)
+        else:
+            router.enqueue(*[QUEUE] * 256)
+    router.shards[0].serve()
+    assert [len(envelope.items) for envelope in router.shards[0].envelopes()] == [ENVELOPE_JOBS // 256, 1]
 
 
 def test_an_envelope_holds_about_a_bounded_number_of_bytes(router: RouterDriver) -> None:

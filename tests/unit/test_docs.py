@@ -13,7 +13,7 @@ import pytest
 from common.config import QueueSection, example, load
 from router import core, outbound
 from router.front import Status
-from shard import machine, process, ready
+from shard import machine, process, ready, turns
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -147,9 +147,10 @@ def test_every_status_that_the_server_answers_with_is_explained() -> None:
         ("64 MiB for all lanes", ready.ALL_WINDOWS_BYTES >> 20),
         ("then 4 KiB each", ready.SMALL_WINDOW_BYTES >> 10),
         ("256 MiB of jobs", outbound.WAITING_BYTES_MAX >> 20),
-        ("at most 1 024 operations", outbound.ENVELOPE_OPERATIONS),
+        ("at most 2 048 jobs", outbound.ENVELOPE_JOBS),
         ("about 8 MiB", outbound.ENVELOPE_BYTES >> 20),
         ("4 096 operations in a turn", process.TURN_OPERATIONS),
+        ("ends after 2 048 changes", turns.TURN_CHANGES),
         ("256 timers of a kind", machine.TICK_LIMIT),
         ("deadline less 50 ms", core.DEADLINE_MARGIN_MS),
         ("or 30 s; then", core.HOLD_MS // 1000),
