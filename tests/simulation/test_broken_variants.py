@@ -14,8 +14,7 @@ FOUND_AT = {
     "skip the abort record": 171,
     "copy onto what lies there": 63,
     "waiters are not told that their queue has moved": 56,
-    "do not pass a wake-up on": 50,
-    "a router that stops tells nobody what it delivered": 44,
+    "a router that stops tells nobody what it delivered": 26,
     "take envelopes of and for the dead": 23,
     "hold without waiting for what is open": 18,
 }
