@@ -39,10 +39,11 @@ def sent_by_transaction(
     shard: int,
     arguments: list[object],
     size: int = 0,
+    jobs: int = 1,
     transaction: int = 0,
 ) -> None:
     points.reach(point(kind, "sending"), shard_name(shard), transaction or self._id)
-    original(self, kind, shard, arguments, size, transaction)
+    original(self, kind, shard, arguments, size, jobs, transaction)
 
 
 def answered_transaction(
@@ -122,7 +123,7 @@ def starting(original: Callable[..., int], self: RouterProcess) -> int:
 def arm() -> None:
     """Raises LookupError when a place in the code has moved."""
     sending = ("self", "kind", "shard", "arguments")
-    wrap(Transaction, "_send", (*sending, "size", "transaction"), sent_by_transaction)
+    wrap(Transaction, "_send", (*sending, "size", "jobs", "transaction"), sent_by_transaction)
     wrap(Transaction, "result", ("self", "op_id", "status", "data"), answered_transaction)
     wrap(Recovery, "_send", sending, sent_by_recovery)
     wrap(Recovery, "result", ("self", "op_id", "status", "data"), answered_recovery)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 
@@ -29,7 +32,7 @@ def test_the_comparison_measures_acks_and_round_trips_and_finds_every_job(tmp_pa
     assert list(tmp_path.iterdir()) == [tmp_path / "figures.json"]
 
 
+@pytest.mark.skipif(shutil.which("h2load") is None, reason="h2load, of Debian's nghttp2-client, is not installed")
 def test_the_cost_of_more_processes_is_measured_and_every_job_found(tmp_path: Path) -> None:
-    (found,) = figures(tmp_path, "backlog.py", "--rows", "scale", "--calls", "500")
-    assert float(found["found"]) > 0
-    assert (found["must"], found["aim"]) == ("≥ 0.9", "1")
+    found = figures(tmp_path, "backlog.py", "--rows", "scale", "--calls", "600")
+    assert len(found) == 2 and all(float(figure["found"]) > 0 for figure in found)
