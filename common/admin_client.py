@@ -32,7 +32,13 @@ class AdminClient:
         self._descriptor = _open_where_a_server_runs(directory)
         self._channel = grpc.insecure_channel(
             socket_target(self._descriptor),
-            options=[("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0)],
+            options=[
+                ("grpc.max_receive_message_length", -1),
+                ("grpc.enable_http_proxy", 0),
+                # The next client's descriptor may have the same number, and so the same address: with the pool that
+                # channels share it would be connected to the server of this one.
+                ("grpc.use_local_subchannel_pool", 1),
+            ],
         )
 
     def __enter__(self) -> AdminClient:

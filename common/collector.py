@@ -19,3 +19,4 @@ def settle() -> None:
     """
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
+    gc.enable()

@@ -1,6 +1,6 @@
 """What a large backlog costs: drain rate, memory and start-up with many jobs, many timers, many waiting polls.
 
-    .venv/bin/python scripts/bench/backlog.py [--rows drain,scheduled,polls,scale] [--jobs 1000000] [--json FILE]
+    .venv/bin/python scripts/bench/backlog.py [--rows stored,drain,…] [--jobs 1000000] [--json FILE]
 
 The figures to reach are for 10 000 000 jobs; draining so many takes as long as that many acks do. See
 docs/benchmarks.md.
@@ -53,46 +53,6 @@ def expect(running: Running, ready: int, leased: int = 0) -> None:
         raise SystemExit(f"{found} jobs are ready and leased, not {(ready, leased)}")
 
 
-# -- many ready jobs --------------------------------------------------------------------------------
-
-
-def measure_drain(jobs: int, part: int) -> list[Figure]:
-    """Fill, start again, drain the first part, the middle and the last part."""
-    calls = jobs // BATCH
-    jobs, part = calls * BATCH, min(part, jobs // 4)
-    with tempfile.TemporaryDirectory(prefix="seppd-bench-") as directory, stopwatch() as empty_s:
-        data = Path(directory) / "data"
-        with seppd_on(data, "queue", 1, 1) as running:
-            empty = empty_s()
-            before = running.memory_mb("shard")
-            with body_file(framed(batch([QUEUE] * BATCH))) as body:
-                calls_per_second(running.address, "EnqueueBatch", body, CONNECTIONS, calls)
-            say(f"{jobs:,} jobs are in")
-            expect(running, jobs)
-            memory = running.memory_mb("shard") - before
-        with stopwatch() as full_s, seppd_on(data, "queue", 1, 1) as running:
-            full = full_s()
-            expect(running, jobs)
-            first, first_cpu = drain(running, part)
-            say(f"the first {part:,} are out at {first:,.0f}/s; the rest takes about {jobs / first / 60:.0f} minutes")
-            drain(running, jobs - 2 * part)
-            say("the last part begins")
-            last, last_cpu = drain(running, part)
-            expect(running, 0)
-    many = f"{jobs:,} jobs"
-    return [
-        Figure(f"drain rate of the last {part:,} of {many}, against the first", f"{last / first:.2f}", "≥ 0.9", "1"),
-        Figure("the same in the shard's processor time of a job", f"{last_cpu / first_cpu:.2f}", "", ""),
-        Figure(f"shard memory with {many} ready, above an empty shard", f"{memory:.0f} MB", "≤ 300 MB", "100 MB"),
-        Figure(f"start with {many}", f"{full:.2f} s", f"≤ {2 * empty + 1:.2f} s", f"{1.2 * empty:.2f} s"),
-    ]
-
-
-def say(text: str) -> None:
-    """How far it is: ten million jobs take an hour."""
-    Console(stderr=True, width=130).print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
-
-
 @contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
     """Seconds since it was entered."""
@@ -100,7 +60,62 @@ def stopwatch() -> Iterator[Callable[[], float]]:
     yield lambda: time.monotonic() - began
 
 
-def drain(running: Running, jobs: int) -> tuple[float, float]:
+def say(text: str) -> None:
+    """How far it is: ten million jobs take an hour."""
+    Console(stderr=True, width=130).print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
+
+
+# -- many ready jobs --------------------------------------------------------------------------------
+
+
+def measure_stored(jobs: int) -> list[Figure]:
+    """Fill, and start again."""
+    calls = jobs // BATCH
+    with tempfile.TemporaryDirectory(prefix="seppd-bench-") as directory, stopwatch() as empty_s:
+        data = Path(directory) / "data"
+        with seppd_on(data, "queue", 1, 1) as running:
+            empty = empty_s()
+            before = running.memory_mb("shard")
+            fill(running, calls)
+            memory = running.memory_mb("shard") - before
+        with stopwatch() as full_s, seppd_on(data, "queue", 1, 1) as running:
+            full = full_s()
+            expect(running, calls * BATCH)
+    many = f"{calls * BATCH:,} jobs"
+    return [
+        Figure(f"shard memory with {many} ready, above an empty shard", f"{memory:.0f} MB", "≤ 300 MB", "100 MB"),
+        Figure(f"start with {many}", f"{full:.2f} s", f"≤ {2 * empty + 1:.2f} s", f"{1.2 * empty:.2f} s"),
+    ]
+
+
+def measure_drain(jobs: int, part: int) -> list[Figure]:
+    """Fill, and drain the first part, the middle and the last part."""
+    calls = jobs // BATCH
+    jobs, part = calls * BATCH, min(part, jobs // 4)
+    with seppd("queue", 1, 1) as running:
+        fill(running, calls)
+        first, first_cpu = drain(running, part)
+        say(f"the first {part:,} are out at {first:,.0f}/s; the rest takes about {jobs / first / 60:.0f} minutes")
+        drain(running, jobs - 2 * part, MANY_CONNECTIONS)  # faster, and nobody looks
+        say("the last part begins")
+        last, last_cpu = drain(running, part)
+        expect(running, 0)
+    return [
+        Figure(
+            f"drain rate of the last {part:,} of {jobs:,} jobs, against the first", f"{last / first:.2f}", "≥ 0.9", "1"
+        ),
+        Figure("the same in the shard's processor time of a job", f"{last_cpu / first_cpu:.2f}", "", ""),
+    ]
+
+
+def fill(running: Running, calls: int) -> None:
+    with body_file(framed(batch([QUEUE] * BATCH))) as body:
+        calls_per_second(running.address, "EnqueueBatch", body, CONNECTIONS, calls)
+    expect(running, calls * BATCH)
+    say(f"{calls * BATCH:,} jobs are in")
+
+
+def drain(running: Running, jobs: int, connections: int = CONNECTIONS) -> tuple[float, float]:
     """Reserve and ack so many; returns jobs per second, and what a job cost the shard in seconds."""
     left = [jobs]
 
@@ -116,7 +131,7 @@ def drain(running: Running, jobs: int) -> tuple[float, float]:
                 yield "Ack", ack(job)
 
     began, before = time.monotonic(), running.cpu_s("shard")
-    run(running, [worker() for _ in range(CONNECTIONS)], CONNECTIONS)
+    run(running, [worker() for _ in range(connections)], connections)
     return jobs / (time.monotonic() - began), (running.cpu_s("shard") - before) / jobs
 
 
@@ -230,7 +245,7 @@ def cost_of_a_job(running: Running, calls: int, connections: int) -> float:
 
 
 def main(
-    rows: Annotated[str, typer.Option(help="Of drain, scheduled, polls and scale, with commas between.")] = "",
+    rows: Annotated[str, typer.Option(help="Of stored, drain, scheduled, polls and scale, with commas between.")] = "",
     jobs: Annotated[int, typer.Option(min=CONNECTIONS * BATCH, help="Ready jobs.")] = 1_000_000,
     part: Annotated[int, typer.Option(min=1, help="Jobs of the first and last part that are timed.")] = 100_000,
     scheduled: Annotated[
@@ -242,6 +257,7 @@ def main(
 ) -> None:
     """Measure what a large backlog costs."""
     known: dict[str, Callable[[], list[Figure]]] = {
+        "stored": lambda: measure_stored(jobs),
         "drain": lambda: measure_drain(jobs, part),
         "scheduled": lambda: measure_scheduled(scheduled),
         "polls": lambda: measure_polls(queues),

@@ -159,9 +159,8 @@ def main(
         for text in found.missing:
             console.print(text)
         figures = _measured(found, works, rounds)
-        for contender in found.contenders:
-            contender.check()
         memory = found.ours.memory()
+        faults = [fault for contender in found.contenders if (fault := contender.check()) is not None]
     console.print(_machine())
     _show(console, found, works, figures, memory)
     ratios = _ratios(figures)
@@ -170,6 +169,8 @@ def main(
         json_file.write_text(json.dumps(_as_json(figures, ratios, memory), indent=2) + "\n")
     if chart is not None:
         _draw(figures, works, chart)
+    if faults:
+        raise SystemExit("\n".join(faults))
 
 
 def _scaled(work: Work, scale: float) -> Work:

@@ -162,6 +162,8 @@ def seppd_on(data: Path, front: str, shards: int, routers: int) -> Iterator[Runn
         "SEPP_SERVER__LISTEN_ADDR": "127.0.0.1:0",
         "SEPP_SERVER__GRPC_FRONT": front,
         "SEPP_LOGGING__FORMAT": "json",
+        # What is reserved stays out to the end, when all jobs are counted.
+        "SEPP_LIMITS__MAX_LEASE_DURATION_MS": "36000000",
     }
     command = [sys.executable, "-m", "common", "serve", "--db-path", str(data)]
     with started([*command, "--shards", str(shards), "--routers", str(routers)], environment) as (address, pid):

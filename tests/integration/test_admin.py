@@ -132,6 +132,13 @@ def test_a_deep_data_directory_and_api_keys_are_no_hindrance(new_server: StartSe
     assert stat.S_IMODE((deep / "admin.sock").stat().st_mode) == 0o600
 
 
+def test_clients_of_two_servers_one_after_the_other_each_see_their_own(new_server: StartServer) -> None:
+    servers = [new_server(shards=shards).start() for shards in (1, 2)]
+    for server in (*servers, *servers):
+        with AdminClient(server.data) as client:
+            assert [shard.index for shard in client.shards()] == list(range(server.shards or 0))
+
+
 def test_a_router_that_is_started_again_has_the_socket_again(new_server: StartServer) -> None:
     server = new_server(routers=2).start()
     server.kill("router-0")
