@@ -53,25 +53,23 @@ class Leases:
     def begin(self, leases: list[Lease], lease_ms: int, now: Instant) -> None:
         """Jobs go out, until `lease_ms` from now."""
         deadline, expires_ms = now.mono_ms + lease_ms, now.wall_ms + lease_ms
-        by_id, timers, put = self.by_id, self.timers, self._store.pending[Family.LEASES].__setitem__
+        by_id, timers, put = self.by_id, self.timers, self._store.put
         for lease in leases:
             job_id, queue = lease.job_id, lease.queue
             lease.lease_ms, lease.deadline, lease.expires_ms = lease_ms, deadline, expires_ms
             by_id[job_id] = lease
             heappush(timers, (deadline, job_id))
-            put(
-                keys.lease_key(queue.slot, lease.sequence),
-                keys.lease_value(
-                    job_id,
-                    queue.number,
-                    lease.inverted,
-                    lease.attempt,
-                    lease.max_attempts,
-                    expires_ms,
-                    lease_ms,
-                    lease.op_id,
-                ),
+            value = keys.lease_value(
+                job_id,
+                queue.number,
+                lease.inverted,
+                lease.attempt,
+                lease.max_attempts,
+                expires_ms,
+                lease_ms,
+                lease.op_id,
             )
+            put(Family.LEASES, keys.lease_key(queue.slot, lease.sequence), value)
         self._drop_spare_timers()
 
     def set_end(self, lease: Lease, lease_ms: int, now: Instant) -> None:

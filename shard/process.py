@@ -203,7 +203,7 @@ class ShardProcess:
     def _take_envelopes(self, turns: Turns, now: Instant) -> int:
         """How many operations were applied."""
         taken = 0
-        while taken < TURN_OPERATIONS and not turns.is_full:
+        while taken < TURN_OPERATIONS:
             try:
                 message = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
@@ -213,6 +213,8 @@ class ShardProcess:
                 log.warning("envelope for another process refused")
             else:
                 taken += operations
+            if turns.is_full:
+                break
         return taken
 
     def _write(self, turns: Turns) -> None:

@@ -47,7 +47,8 @@ class Turns:
 
     @property
     def is_full(self) -> bool:
-        """What has come after all that is in this turn had better be the next one's."""
+        """What else has come had better be the next turn's. One envelope at least belongs to this one: what is due
+        may fill a turn on its own, and the next, and nobody would be served meanwhile."""
         return sum(map(len, self._store.pending)) >= TURN_CHANGES
 
     def take(self, message: bytes, now: Instant) -> int | None:

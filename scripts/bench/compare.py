@@ -276,16 +276,18 @@ def _draw(figures: Figures, works: list[Work], stem: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise SystemExit("a chart needs matplotlib: .venv/bin/pip install -e '.[bench]'") from None
-    names = list(dict.fromkeys(who for who, _ in figures))
-    rows = [str(work) for work in works]
-    figure = Figure(figsize=(10, 0.5 + 0.6 * len(rows)), layout="constrained")
+    colours = {name: f"C{place}" for place, name in enumerate(dict.fromkeys(who for who, _ in figures))}
+    rows = {str(work): [name for name in colours if (name, str(work)) in figures] for work in works}
+    height = 0.8 / max(map(len, rows.values()))
+    figure = Figure(figsize=(10, 0.5 + 0.7 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    height = 0.8 / len(names)
-    for place, name in enumerate(names):
-        at = [(number, figures.get((name, row))) for number, row in enumerate(rows)]
-        known = [(number, median(each, "rate")) for number, each in at if each]
-        axes.barh([number + place * height for number, _ in known], [rate for _, rate in known], height, label=name)
-    axes.set_yticks([number + 0.4 - height / 2 for number in range(len(rows))], rows)
+    for number, (row, names) in enumerate(rows.items()):
+        for place, name in enumerate(names):
+            at = number + (place + 0.5 - len(names) / 2) * height
+            axes.barh(at, median(figures[name, row], "rate"), height, color=colours[name])
+    for name, colour in colours.items():
+        axes.barh(0, 0, color=colour, label=name)
+    axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("jobs per second")

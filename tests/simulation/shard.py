@@ -134,11 +134,13 @@ class ShardProcess:
             self._take_control()
         more_is_due = machine.tick(now)
         if self._inbox:
-            while self._inbox and not turns.is_full:
+            while self._inbox:
                 message = self._inbox.pop(0)
                 envelope = wire.unpack(message)
                 if turns.take(message, now) is not None:
                     witness.applied(envelope)
+                if turns.is_full:
+                    break
         for report in machine.reports:
             raise Finding("records", f"{self.name} reports: {report}")
         witness.results(machine.results)

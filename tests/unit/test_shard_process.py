@@ -1,4 +1,4 @@
-"""The shard's loop, as far as it can be tried without a process: who waits for a sync, and for how many."""
+"""The shard's loop, as far as it can be tried without a process: who waits for a sync, what a turn takes in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import zmq
 
 from common import wire
 from common.config import Config
@@ -16,8 +17,9 @@ from common.wire import Op
 from shard.machine import Machine
 from shard.process import ShardProcess
 from shard.state import Instant
+from shard.store import Family
 from shard.store_memory import MemoryStore
-from shard.turns import Turns
+from shard.turns import TURN_CHANGES, Turns
 
 NOW = Instant(1_700_000_000_000, 1)
 ROUTER = "router-0-1"
@@ -82,3 +84,53 @@ def test_a_busy_shard_leaves_its_sync_to_the_thread(process: ShardProcess) -> No
     process._sync_as_wanted(turns, store, thread, is_quiet=False)  # type: ignore[arg-type]
     assert not turns.is_idle
     assert thread.begun == 1
+
+
+# -- what a turn takes in ---------------------------------------------------------------------------
+
+HALF = TURN_CHANGES // 2
+
+
+@pytest.fixture
+def router(process: ShardProcess, tmp_path: Path) -> Iterator[zmq.SyncSocket]:
+    """Sends to the inbox of the process."""
+    address = f"ipc://{tmp_path}/shard-0"
+    process._inbox.bind(address)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(address)
+        yield socket
+
+
+def envelope(number: int, jobs: int) -> bytes:
+    queued = [["q", 0, 3, 0, None, b""] for _ in range(jobs)]
+    return wire.pack(1, ROUTER, number, [[number, Op.ENQUEUE, bytes(3 * jobs), queued]])
+
+
+def taken_in(process: ShardProcess, turns: Turns) -> int:
+    """Envelopes that a turn takes in, of those that have come."""
+    assert process._inbox.poll(10_000)
+    return process._take_envelopes(turns, NOW)
+
+
+def test_a_turn_ends_with_the_envelope_that_fills_it(process: ShardProcess, router: zmq.SyncSocket) -> None:
+    store = MemoryStore()
+    turns = Turns(Machine(store, Config(), NOW, 0, [ROUTER]), store, "shard-0", 1, process._want_sync)
+    for number in range(1, 4):
+        router.send(envelope(number, HALF + 1))
+    taken = 0
+    while taken < 2:  # they may come one after the other
+        taken += taken_in(process, turns)
+    assert (taken, turns.is_full) == (2, True)
+    turns.close()
+    turns.write()
+    assert taken_in(process, turns) == 1
+
+
+def test_a_turn_that_is_full_of_what_was_due_takes_one_envelope(process: ShardProcess, router: zmq.SyncSocket) -> None:
+    store = MemoryStore()
+    turns = Turns(Machine(store, Config(), NOW, 0, [ROUTER]), store, "shard-0", 1, process._want_sync)
+    for number in range(TURN_CHANGES):
+        store.put(Family.META, b"%d" % number, b"")
+    for number in (1, 2):
+        router.send(envelope(number, 1))
+    assert taken_in(process, turns) == 1
